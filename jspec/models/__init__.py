@@ -1,0 +1,1 @@
+"""Targets: configuration, weights, tokenizer, and the one transformer that serves them."""
