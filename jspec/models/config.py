@@ -1,9 +1,13 @@
 """What a target is: its architecture and sizes, read from a hub config or from GGUF metadata."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 LLAMA3_ORIGINAL_CONTEXT = (
@@ -184,7 +188,8 @@ def from_gguf(
         num_kv_heads=int(get("attention.head_count_kv", heads)),
         head_dim=head_dim,
         ffn_size=int(get("feed_forward_length")),
-        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        # stored as float32: its shortest decimal is the value meant, 1e-05 and not 9.99999974e-06
+        norm_eps=float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=tie_embeddings,
@@ -200,6 +205,25 @@ def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON object in a file, or ``default`` where there is no file.
+
+    Raises:
+      TargetError: no file and no default, or not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if default is None:
+            raise TargetError(f"{path.parent} has no {path.name}") from None
+        return default
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise TargetError(f"{path} does not hold a JSON object")
+    return value
 
 
 def _known(arch):
@@ -222,6 +246,9 @@ def _refuse_unserved(config):
         # qwen2's biases on q, k and v are implied; the key would add one to the output projection
         if config.get(key):
             raise TargetError(f"{key} is not supported for {config['model_type']}")
+    if quantised := config.get("quantization_config"):
+        kind = quantised.get("quant_method", "unknown")
+        raise TargetError(f"{kind}-quantised safetensors are not supported (GGUF files are)")
     layers = config.get("layer_types") or ()
     if config.get("use_sliding_window") or any(kind != "full_attention" for kind in layers):
         raise TargetError("sliding-window attention is not supported")

