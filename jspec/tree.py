@@ -1,11 +1,10 @@
 """The one tree type of the project, and its primitives.
 
-A :class:`Tree` holds a batch of draft trees in arrays of static shape: contents change from round to round, shapes
-do not, so nothing recompiles. Every function here is pure, batched and jit-able, breaks ties towards the lower index,
-and reads nothing from padding (which may hold NaN or wild indices). Two facts carry the code:
-
-* a parent's index is smaller than its child's, so any prefix of the nodes is a tree, and
-* scores never increase along a path, so the best-scored nodes are a tree too.
+A :class:`Tree` holds a batch of draft trees in arrays of static shape: contents change from round
+to round, shapes do not, so nothing recompiles. Every function here is pure, batched and jit-able,
+breaks ties towards the lower index, and lets nothing that stands in padding (NaN, wild indices)
+change its result. Two facts carry the code: a parent's index is lower than its child's, so the
+first k nodes are a tree; and scores never increase along a path, so the best k nodes are one too.
 """
 
 import dataclasses
@@ -22,21 +21,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 HEAD = 0
 RETRIEVED = 1
-SOURCES = ("head", "retrieved")  # names of the source codes, for reports
+SOURCES = ("head", "retrieved")  # their names, for reports
 
 
-@typing.no_type_check  # JAX rebuilds pytrees with leaves that are not arrays (shapes, vmapped tracers)
+@typing.no_type_check  # JAX rebuilds pytrees with leaves that are not arrays of these shapes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A batch of B draft trees with at most N nodes each; real nodes first, then padding.
+    """B draft trees of at most N nodes each, real nodes first, then padding.
 
     Attributes:
       tokens: i32[B, N]; node 0 is the root, the last known token. Padding: 0.
-      parents: i32[B, N], each below its child's index; -1 for the root and for padding.
+      parents: i32[B, N], each lower than its child; -1 for the root and for padding.
       depths: i32[B, N]; root 0. Padding: 0.
-      scores: f32[B, N], log-probability of the path from the root under the drafter, never increasing along a path;
-        root 0. Padding: -inf.
+      scores: f32[B, N], the drafter's log-probability of the path from the root (root 0), never
+        increasing along a path. Padding: -inf.
       source: i8[B, N], who proposed the node: ``HEAD``, ``RETRIEVED``. Padding: 0.
       size: i32[B], number of real nodes; 0 is a finished row that has not even a root.
     """
@@ -60,11 +59,11 @@ class Tree:
 
     @property
     def live(self):
-        """bool[B, N], True for real nodes."""
+        """bool[B, N]: True for real nodes."""
         return jnp.arange(self.budget) < self.size[:, None]
 
     def draw(self, row=0, text=None, path=None):
-        """The tree of one row as text; see :func:`jspec.picture.draw_text`."""
+        """One row as text for the terminal: :func:`jspec.picture.draw_text`."""
         from jspec.picture import draw_text
 
         return draw_text(self, row, text, path)
@@ -72,35 +71,33 @@ class Tree:
     def _repr_html_(self):
         from jspec.picture import draw_svg
 
-        concrete = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self))
-        return draw_svg(self) if concrete else None
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self))
+        return None if traced else draw_svg(self)
 
 
 class Frontier(NamedTuple):
-    """The q nodes that :func:`grow` asks ``expand`` to expand, best first; invalid slots hold zeros and score -inf."""
+    """The q nodes that :func:`grow` expands next, best first; an invalid slot is zeros and -inf."""
 
     tokens: Int[Array, "B q"]
-    nodes: Int[Array, "B q"]  # ids in the tree being built (before it is compacted)
-    slots: Int[Array, "B q"]  # the parent's slot in the frontier before; 0 at the root
+    nodes: Int[Array, "B q"]  # ids in the tree being built, which is compacted only at the end
+    slots: Int[Array, "B q"]  # the parents' slots in the frontier before; 0 at the root
     depths: Int[Array, "B q"]
     scores: Float[Array, "B q"]
     valid: Bool[Array, "B q"]
 
 
 def root_only(roots: Int[Array, " B"], budget: int = 1) -> Tree:
-    """Trees of one node each, padded to ``budget`` nodes."""
-    shape = (roots.shape[0], budget)
-    tokens = jnp.broadcast_to(roots[:, None].astype(jnp.int32), shape)
-    zeros = jnp.zeros(shape, jnp.int32)
-    size = jnp.ones(shape[0], jnp.int32)
-    return _canonical(tokens, zeros, zeros, zeros, zeros, size)
+    """Trees that are a root alone, padded to ``budget`` nodes."""
+    zeros = jnp.zeros((roots.shape[0], budget), jnp.int32)
+    tokens = zeros + roots[:, None]
+    return _canonical(Tree(tokens, zeros, zeros, zeros, zeros, jnp.ones_like(zeros[:, 0])))
 
 
 # Ancestors, bits, positions.
 
 
 def pack_bits(bits: Bool[Array, "*batch M"]) -> Int[Array, "*batch W"]:
-    """Packs booleans into W = ceil(M / 32) i32 words: bit j is bit ``j % 32`` of word ``j // 32``."""
+    """Booleans as W = ceil(M / 32) i32 words; bit j is bit ``j % 32`` of word ``j // 32``."""
     padded = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     lanes = padded.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
     words = jnp.sum(lanes << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
@@ -108,13 +105,13 @@ def pack_bits(bits: Bool[Array, "*batch M"]) -> Int[Array, "*batch W"]:
 
 
 def unpack_bits(words: Int[Array, "*batch W"], count: int) -> Bool[Array, "*batch M"]:
-    """The first ``count`` booleans that :func:`pack_bits` packed."""
+    """The first M = ``count`` booleans that :func:`pack_bits` packed."""
     bits = (words[..., None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :count].astype(bool)
 
 
 def visibility(tree: Tree) -> Int[Array, "B N W"]:
-    """:func:`ancestors` as packed bits i32[B, N, ceil(N / 32)]: the rows each node attends to."""
+    """:func:`ancestors` as packed bits: the nodes each node attends to, W = ceil(N / 32)."""
     words = pack_bits(jnp.eye(tree.budget, dtype=bool) & tree.live[:, :, None])
     for jump in _jumps(_parent_or_self(tree), tree.budget - 1):
         words |= _take(words, jump[:, :, None])
@@ -122,7 +119,7 @@ def visibility(tree: Tree) -> Int[Array, "B N W"]:
 
 
 def ancestors(tree: Tree) -> Bool[Array, "B N N"]:
-    """Whether node j is an ancestor of node i, or i itself, at ``[b, i, j]``. Padding rows are all False."""
+    """At [b, i, j]: is j an ancestor of i, or i itself? Padding rows are all False."""
     return unpack_bits(visibility(tree), tree.budget)
 
 
@@ -148,19 +145,16 @@ def compact(tree: Tree, keep: Bool[Array, "B N"], budget: int | None = None) -> 
     for jump in _jumps(parents, tree.budget - 1):
         kept &= _take(kept, jump)
     rank = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1  # a kept node's new index
-    order = _invert(rank, kept, budget)
-    fields = (tree.tokens, _take(rank, parents), tree.depths, tree.scores, tree.source)
-    size = jnp.minimum(rank[:, -1] + 1, budget)
-    return _canonical(*(_take(x, order) for x in fields), size)
+    return _reorder(tree, _take(rank, parents), kept, rank, budget)
 
 
-def select(tree: Tree, budget: int, depth_penalty: float | Float[Array, ""] = 0.0) -> Tree:
-    """The best ``budget`` nodes by ``score - depth_penalty * depth``, root included, in their order.
+def select(tree: Tree, budget: int, depth_penalty: int | float | Float[Array, ""] = 0.0) -> Tree:
+    """The best ``budget`` nodes by ``score - depth_penalty * depth``, root included, in order.
 
-    The key never increases along a path and ties go to the lower index, so with a node come its ancestors.
+    This key never increases along a path and ties go to the lower index, so ancestors come along.
 
     Raises:
-      ValueError: ``depth_penalty`` is negative or not finite (looked at where it is a Python number).
+      ValueError: ``depth_penalty``, where it is a Python number, is negative or not finite.
     """
     if isinstance(depth_penalty, int | float) and not 0 <= depth_penalty < math.inf:
         raise ValueError(f"depth_penalty must be finite and >= 0, got {depth_penalty}")
@@ -168,7 +162,7 @@ def select(tree: Tree, budget: int, depth_penalty: float | Float[Array, ""] = 0.
     if budget < tree.budget:
         key = jnp.where(keep, tree.scores - depth_penalty * tree.depths, -jnp.inf)
         slot = jnp.arange(tree.budget)
-        better = (key[:, :, None] > key[:, None, :]) | _equal(key) & (slot[:, None] < slot)
+        better = (key[:, :, None] > key[:, None, :]) | (_equal(key) & (slot[:, None] < slot))
         keep &= jnp.sum(better, axis=1) < budget
     return compact(tree, keep, budget)
 
@@ -188,10 +182,11 @@ def assemble(
 ) -> Tree:
     """A tree from candidates in any order: merged, sorted, and :func:`select`-ed to ``budget``.
 
-    Candidates with the same token under the same parent become one node, transitively, with the highest of their
-    scores and that candidate's source (ties: lower index). Nodes are ordered by depth, then by the index of their
-    first candidate. Scores are clamped to the parent's. A candidate is dropped when it is not valid, its score is
-    NaN or -inf, its parent is out of range or dropped, or it is in a cycle or deeper than ``depth``.
+    Candidates with the same token under the same parent become one node, transitively, with the
+    highest of their scores and that candidate's source (ties: lower index). Nodes are ordered by
+    depth, then by their first candidate's index. Scores are clamped to the parent's. A candidate
+    is dropped when it is not valid, its score is NaN or -inf, its parent is out of range or
+    dropped, or it is in a cycle or deeper than ``depth``.
 
     Args:
       roots: tokens of the roots.
@@ -207,26 +202,26 @@ def assemble(
     depth = listed if depth is None else depth
     count = (
         listed + 2
-    )  # element 0 is the root, then the candidates, last a sink for what must not be reached
+    )  # element 0 is the root, then the candidates, last a sink for what is dropped
 
     def around(first, middle, last):
-        column = lambda x: jnp.broadcast_to(x, batch)[:, None].astype(middle.dtype)
-        return jnp.concatenate([column(first), middle, column(last)], axis=1)
+        first, last = (jnp.broadcast_to(x, batch).astype(middle.dtype) for x in (first, last))
+        return jnp.concatenate([first[:, None], middle, last[:, None]], axis=1)
 
     ok = valid & (parents >= -1) & (parents < listed) & (scores > -jnp.inf)
-    parent = around(0, jnp.where(ok, parents.astype(jnp.int32) + 1, count - 1), count - 1)
+    parents = around(0, jnp.where(ok, parents + 1, count - 1).astype(jnp.int32), count - 1)
     tokens = around(roots, tokens, 0)
     scores = around(0, scores.astype(jnp.float32), -jnp.inf)
     source = around(0, source, 0)
     ids = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
 
-    # Label each element with the first one that has the same last 2^r tokens of path, r = 0, 1, ... All that is kept
-    # reaches the root within those, and nothing else does, so in the end equal labels are equal paths.
-    is_root = ids == 0
-    label = _first(_equal(tokens) & _equal(is_root))
-    reached = is_root
-    depths = jnp.where(is_root, 0, 1)
-    jumps = _jumps(parent, depth)
+    # Label each element with the first one whose last 2^r tokens of path are the same, for r = 0,
+    # 1, ... What is kept reaches the root within those tokens, and what is in a cycle or below the
+    # sink does not, so in the end equal labels of kept elements are equal paths.
+    reached = ids == 0
+    depths = jnp.where(reached, 0, 1)
+    label = _first(_equal(tokens) & _equal(reached))
+    jumps = _jumps(parents, depth)
     for jump in jumps:
         label = _first(_equal(label) & _equal(_take(label, jump)))
         reached |= _take(reached, jump)
@@ -241,9 +236,8 @@ def assemble(
 
     key = jnp.where(node, depths * count + ids, jnp.iinfo(jnp.int32).max)
     rank = jnp.sum(key[:, :, None] < key[:, None, :], axis=1, dtype=jnp.int32)
-    order = _invert(rank, node, listed + 1)
-    fields = (tokens, _take(rank, _take(label, parent)), depths, best, source)
-    tree = _canonical(*(_take(x, order) for x in fields), jnp.sum(node, axis=1, dtype=jnp.int32))
+    unsorted = Tree(tokens, parents, depths, best, source, None)
+    tree = _reorder(unsorted, _take(rank, _take(label, parents)), node, rank, listed + 1)
     return select(tree, budget)
 
 
@@ -255,51 +249,48 @@ def from_paths(
     source: int | Int[Array, "B R D"],
     budget: int,
 ) -> Tree:
-    """R continuations of at most D tokens as a trie; shared prefixes become one, earlier rows win ties.
+    """R continuations of at most D tokens as a trie; where scores tie, earlier rows win.
 
     Args:
       roots: tokens of the roots.
       paths: tokens of the continuations.
-      lengths: how many tokens of each row count.
+      lengths: how many tokens of each continuation count.
       scores: log-probability of the path up to each token.
       source: who proposed them.
       budget: node axis of the result, root included.
     """
-    batch, _, depth = paths.shape
+    batch, rows, depth = paths.shape
     column = jnp.arange(depth, dtype=jnp.int32)
-    flat = lambda x: jnp.broadcast_to(x, paths.shape).reshape(batch, -1)
-    parents = jnp.where(
-        column == 0, -1, jnp.arange(paths[0].size, dtype=jnp.int32).reshape(paths.shape[1:]) - 1
-    )
-    source = jnp.asarray(source, jnp.int8)
+    parents = jnp.where(column == 0, -1, jnp.arange(rows)[:, None] * depth + column - 1)
     valid = column < lengths[:, :, None]
-    return assemble(roots, *map(flat, (parents, paths, scores, source, valid)), budget, depth)
+    lists = (parents, paths, scores, jnp.asarray(source, jnp.int8), valid)
+    flat = (jnp.broadcast_to(x, paths.shape).reshape(batch, -1) for x in lists)
+    return assemble(roots, *flat, budget, depth)
 
 
 def merge(a: Tree, b: Tree, budget: int) -> Tree:
-    """The union of two trees on the same roots, :func:`select`-ed to ``budget``; a's nodes come first.
+    """The union of two trees on the same roots, :func:`select`-ed to ``budget``; a's nodes first.
 
-    Where one tree is empty the result is the other one.
+    Where one tree is empty, the result is the other one.
     """
-    roots = jnp.where(a.size > 0, a.tokens[:, 0], b.tokens[:, 0])
-    shift = (
+    parents = (  # node j of a is candidate j - 1, node j of b comes after all of those
         jnp.where(a.parents > 0, a.parents - 1, -1),
         jnp.where(b.parents > 0, b.parents + a.budget - 2, -1),
     )
-    join = lambda x, y: jnp.concatenate([x[:, 1:], y[:, 1:]], axis=1)
-    fields = (join(getattr(a, f), getattr(b, f)) for f in ("tokens", "scores", "source", "live"))
-    depth = max(a.budget, b.budget) - 1
-    tree = assemble(roots, join(*shift), *fields, budget, depth)
-    return compact(tree, ((a.size > 0) | (b.size > 0))[:, None] & tree.live)
+    names = ("tokens", "scores", "source", "live")
+    pairs = [parents] + [(getattr(a, name), getattr(b, name)) for name in names]
+    lists = (jnp.concatenate([x[:, 1:], y[:, 1:]], axis=1) for x, y in pairs)
+    roots = jnp.where(a.size > 0, a.tokens[:, 0], b.tokens[:, 0])
+    tree = assemble(roots, *lists, budget, max(a.budget, b.budget) - 1)
+    size = jnp.where((a.size > 0) | (b.size > 0), tree.size, 0)
+    return _canonical(dataclasses.replace(tree, size=size))
 
 
 # Level by level.
 
-Expand = Callable[[Any, Frontier], tuple[tuple[Array, Array], Any]]
-
 
 def grow(
-    expand: Expand,
+    expand: Callable[[Any, Frontier], tuple[tuple[Array, Array], Any]],
     carry: Any,
     roots: Int[Array, " B"],
     depth: int,
@@ -307,29 +298,30 @@ def grow(
     keep: int,
     keep_growing: Callable[[Array, Array], Array] | None = None,
 ) -> tuple[Tree, Any]:
-    """Grows trees level by level.
+    """Grows trees level by level, as a ``lax.scan``, or a ``lax.while_loop`` with ``keep_growing``.
 
-    The best ``keep`` candidates of a level become nodes, and the best ``width`` of those the next frontier (ties:
-    lower slot, then lower candidate). A tree of the result has at most ``1 + depth * keep`` nodes.
+    The best ``keep`` candidates of a level become nodes; the best ``width`` of those are the next
+    frontier (ties: lower slot, then lower candidate). The budget is ``1 + depth * keep``.
 
     Args:
-      expand: ``expand(carry, frontier) -> (tokens i32[B, q, W], logps f32[B, q, W]), carry``: W candidate children of
-        each frontier node and the log-probabilities of their edges (-inf or NaN: no candidate; positive counts as 0).
-        The frontier has q = ``width`` slots at every level; at the first only slot 0, the root, is valid.
+      expand: ``expand(carry, frontier) -> (tokens i32[B, q, W], logps f32[B, q, W]), carry``: W
+        candidate children of each frontier node and their edges' log-probabilities (NaN or -inf:
+        no candidate; a positive one counts as 0). The frontier has q = ``width`` slots at every
+        level; at the first one only slot 0, the root, is valid.
       carry: any pytree.
       roots: tokens of the roots.
       depth: levels below the root.
       width: slots of the frontier.
       keep: nodes recorded a level, at most q * W.
-      keep_growing: ``keep_growing(level i32[], scores f32[B, q]) -> bool[B]``, asked before each level (level 0 is the
-        root's) with the scores of the frontier to be expanded. A row that stops has an invalid frontier from then on;
-        once no row grows, ``expand`` is not called any more.
+      keep_growing: ``keep_growing(level i32[], scores f32[B, q]) -> bool[B]``, asked before each
+        level (0 expands the root) with the frontier's scores. A row that stops has an invalid
+        frontier from then on; ``expand`` is not called where no row grows.
 
     Returns:
-      The trees, and the last carry.
+      The trees and the last carry.
 
     Raises:
-      ValueError: ``keep`` is more than the candidates of a level.
+      ValueError: ``keep`` is not from 1 to q * W.
     """
 
     def step(state):
@@ -337,132 +329,100 @@ def grow(
         (tokens, logps), carry = expand(carry, frontier)
         batch, _, fan = tokens.shape
         if not 1 <= keep <= width * fan:
-            raise ValueError(
-                f"keep must be from 1 to width * candidates = {width * fan}, got {keep}"
-            )
-        edges = jnp.where(logps > -jnp.inf, jnp.minimum(logps.astype(jnp.float32), 0.0), -jnp.inf)
+            most = f"width * candidates = {width * fan}"
+            raise ValueError(f"keep must be from 1 to {most}, got {keep}")
+        edges = jnp.where(logps > -jnp.inf, jnp.minimum(logps.astype(jnp.float32), 0), -jnp.inf)
         paths = frontier.scores[:, :, None] + edges
         scores, best = lax.top_k(paths.reshape(batch, -1), keep)
-        tokens = _take(tokens.reshape(batch, -1).astype(jnp.int32), best)
         slots = best // fan
-        start = 1 + level * keep
+        tokens = _take(tokens.reshape(batch, -1).astype(jnp.int32), best)
         new = (tokens, _take(frontier.nodes, slots), scores)
-        nodes = tuple(lax.dynamic_update_slice_in_dim(x, y, start, 1) for x, y in zip(nodes, new))
+        start = 1 + level * keep
+        nodes = [lax.dynamic_update_slice_in_dim(x, y, start, 1) for x, y in zip(nodes, new)]
         ids = jnp.broadcast_to(start + jnp.arange(keep, dtype=jnp.int32), best.shape)
-        frontier = _frontier(level + 1, width, tokens, ids, slots, scores, keep_growing)
-        return level + 1, frontier, nodes, carry
+        return level + 1, advance(level + 1, tokens, ids, slots, scores), nodes, carry
+
+    def advance(level, tokens, nodes, slots, scores):
+        def fit(x, fill):
+            room = max(0, width - x.shape[1])
+            return jnp.pad(x[:, :width], [(0, 0), (0, room)], constant_values=fill)
+
+        scores = fit(scores, -jnp.inf)
+        if keep_growing is not None:
+            scores = jnp.where(keep_growing(level, scores)[:, None], scores, -jnp.inf)
+        valid = scores > -jnp.inf
+        fields = (fit(tokens, 0), fit(nodes, 0), fit(slots, 0), level)
+        return Frontier(*(jnp.where(valid, x, 0) for x in fields), scores, valid)
 
     tree = root_only(roots, 1 + depth * keep)
     level, zero = jnp.int32(0), jnp.zeros_like(tree.tokens[:, :1])
-    frontier = _frontier(
-        level, width, tree.tokens[:, :1], zero, zero, zero.astype(jnp.float32), keep_growing
-    )
-    state = level, frontier, (tree.tokens, tree.parents, tree.scores), carry
+    frontier = advance(level, tree.tokens[:, :1], zero, zero, tree.scores[:, :1])
+    state = level, frontier, [tree.tokens, tree.parents, tree.scores], carry
     if keep_growing is None:
         state, _ = lax.scan(lambda state, _: (step(state), None), state, length=depth)
     else:
-        state = lax.while_loop(
-            lambda state: (state[0] < depth) & jnp.any(state[1].valid), step, state
-        )
+        state = lax.while_loop(lambda s: (s[0] < depth) & jnp.any(s[1].valid), step, state)
     _, _, (tokens, parents, scores), carry = state
-    depths = jnp.broadcast_to(
-        (jnp.arange(tree.budget, dtype=jnp.int32) + keep - 1) // keep, tokens.shape
-    )
+    depths = jnp.broadcast_to((jnp.arange(tree.budget) + keep - 1) // keep, tokens.shape)
     full = jnp.full_like(tree.size, tree.budget)
-    return compact(
-        Tree(tokens, parents, depths, scores, tree.source, full), scores > -jnp.inf
-    ), carry
+    grown = Tree(tokens, parents, depths, scores, tree.source, full)
+    return compact(grown, scores > -jnp.inf), carry
 
 
-def _frontier(level, width, tokens, nodes, slots, scores, keep_growing):
-    """The first ``width`` of the nodes, those of rows that grow."""
-    fit = lambda x, fill: jnp.pad(
-        x[:, :width], [(0, 0), (0, max(0, width - x.shape[1]))], constant_values=fill
-    )
-    scores = fit(scores, -jnp.inf)
-    if keep_growing is not None:
-        scores = jnp.where(keep_growing(level, scores)[:, None], scores, -jnp.inf)
-    valid = scores > -jnp.inf
-    tokens, nodes, slots, depths = (
-        jnp.where(valid, x, 0) for x in (fit(tokens, 0), fit(nodes, 0), fit(slots, 0), level)
-    )
-    return Frontier(tokens, nodes, slots, depths, scores, valid)
-
-
-# Checking.
+# For builders of one's own.
 
 
 def check(tree: Tree) -> None:
-    """Checks on the host all that a Tree promises, canonical padding and unique siblings included.
+    """Checks on the host all that a Tree promises, unique siblings and canonical padding included.
 
     Raises:
-      ValueError: naming the row, the node and what is wrong with it.
+      ValueError: naming the field, or the row and the node, and what is wrong there.
     """
-    arrays = {f.name: np.asarray(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
-    tokens = arrays["tokens"]
-    if tokens.ndim != 2 or tokens.shape[1] < 1:
-        raise ValueError(f"tokens must have shape [B, N] with N >= 1, got {tokens.shape}")
-    dtypes = dict(
-        tokens="int32",
-        parents="int32",
-        depths="int32",
-        scores="float32",
-        source="int8",
-        size="int32",
-    )
-    for name, dtype in dtypes.items():
-        shape = tokens.shape[:1] if name == "size" else tokens.shape
-        if arrays[name].shape != shape or arrays[name].dtype != dtype:
-            got = f"{arrays[name].dtype}{list(arrays[name].shape)}"
-            raise ValueError(f"{name} must be {dtype}{list(shape)}, got {got}")
-    for row in range(tokens.shape[0]):
-        size = int(arrays["size"][row])
-        if not 0 <= size <= tokens.shape[1]:
-            raise ValueError(f"row {row}: size must be from 0 to {tokens.shape[1]}, got {size}")
-        fields = [
-            arrays[name][row].tolist()
-            for name in ("tokens", "parents", "depths", "scores", "source")
-        ]
-        seen = set()
-        for node, values in enumerate(zip(*fields)):
-            if problem := _problem(node, size, values, fields, seen):
-                raise ValueError(f"row {row}, node {node}: {problem}")
+    if np.ndim(tree.tokens) != 2 or tree.budget < 1:
+        raise ValueError(f"tokens must be i32[B, N] with N >= 1, got {np.shape(tree.tokens)}")
+    for field in dataclasses.fields(tree):
+        x = getattr(tree, field.name)
+        dtype = {"scores": "float32", "source": "int8"}.get(field.name, "int32")
+        shape = tree.tokens.shape[: 1 if field.name == "size" else 2]
+        if x.dtype != dtype or x.shape != shape:
+            raise ValueError(f"{field.name} must be {dtype}{shape}, got {x.dtype}{x.shape}")
+    rows = zip(*(np.asarray(x).tolist() for x in jax.tree.leaves(tree)))
+    for row, (*fields, size) in enumerate(rows):
+        if not 0 <= size <= tree.budget:
+            raise ValueError(f"row {row}: size must be from 0 to {tree.budget}, got {size}")
+        nodes = list(zip(*fields))
+        for i, node in enumerate(nodes):
+            if wrong := _padding_fault(node) if i >= size else _node_fault(nodes[: i + 1]):
+                raise ValueError(f"row {row}, node {i}: {wrong}")
 
 
-def _problem(node, size, values, fields, seen):
-    """What is wrong with one node, or None."""
-    token, parent, depth, score, source = values
-    _, _, depths, scores, _ = fields
-    if node >= size:
-        return (
-            None
-            if values == (0, -1, 0, -float("inf"), 0)
-            else f"padding is not canonical: {values}"
-        )
-    if token < 0:
-        return f"token {token} is negative"
-    if not 0 <= source < len(SOURCES):
-        return f"source {source} is unknown"
-    if node == 0:
+def _padding_fault(node):
+    blank = (0, -1, 0, -math.inf, 0)
+    return None if node == blank else f"padding must be {blank}, got {node}"
+
+
+def _node_fault(nodes):
+    """What is wrong with the last of these nodes, or None."""
+    *before, (token, parent, depth, score, source) = nodes
+    if token < 0 or source < 0:
+        return f"token {token} and source {source} must not be negative"
+    if not before:
         root = (parent, depth, score)
         return (
-            None
-            if root == (-1, 0, 0.0)
-            else f"(parent, depth, score) must be (-1, 0, 0.0) at the root, not {root}"
+            None if root == (-1, 0, 0) else f"parent, depth, score of a root: -1, 0, 0, not {root}"
         )
-    if not 0 <= parent < node:
+    if not 0 <= parent < len(before):
         return f"parent {parent} is not an earlier node"
-    if depth != depths[parent] + 1:
-        return f"depth {depth} does not follow its parent's {depths[parent]}"
-    if not -float("inf") < score <= scores[parent]:
-        return f"score {score} is not finite or above its parent's {scores[parent]}"
-    if (parent, token) in seen:
+    if depth != before[parent][2] + 1:
+        return f"depth {depth} is not one more than its parent's {before[parent][2]}"
+    if not -math.inf < score <= before[parent][3]:
+        return f"score {score} is not finite or above its parent's {before[parent][3]}"
+    if any(other[:2] == (token, parent) for other in before[1:]):
         return f"token {token} is already a child of node {parent}"
-    seen.add((parent, token))
     return None
 
 
-# Helpers. Their indices are in bounds by construction: nothing from padding becomes an index.
+# Helpers. Indices are in bounds by construction: what stands in padding never becomes one.
 
 
 def _take(x, index):
@@ -471,24 +431,24 @@ def _take(x, index):
 
 
 def _equal(x):
+    """bool[B, n, n]: which pairs are equal."""
     return x[:, :, None] == x[:, None, :]
 
 
-def _first(same):
-    """For each column i of bool[B, n, n] the first row j that is True; n - 1 where there is none."""
-    count = same.shape[1]
-    return jnp.min(jnp.where(same, jnp.arange(count, dtype=jnp.int32)[:, None], count - 1), axis=1)
+def _first(pairs):
+    """i32[B, n]: for each i the lowest j where bool[B, n, n] is True at [j, i]; else n - 1."""
+    last = pairs.shape[1] - 1
+    return jnp.min(jnp.where(pairs, jnp.arange(last + 1, dtype=jnp.int32)[:, None], last), axis=1)
 
 
 def _parent_or_self(tree):
-    """Parent indices safe to gather with: a root and padding point to themselves."""
-    return jnp.where(
-        tree.live, jnp.maximum(tree.parents, 0), jnp.arange(tree.budget, dtype=jnp.int32)
-    )
+    """Parents as safe indices: a root and padding point to themselves."""
+    ids = jnp.arange(tree.budget, dtype=jnp.int32)
+    return jnp.where(tree.live, jnp.maximum(tree.parents, 0), ids)
 
 
 def _jumps(parents, depth):
-    """The ancestors 1, 2, 4, ... steps up: following all of them leads ``depth`` steps up or more."""
+    """The ancestors 1, 2, 4, ... steps up; to follow all of these is at least ``depth`` steps."""
     jumps = []
     for _ in range(depth.bit_length()):
         jumps.append(parents)
@@ -496,23 +456,26 @@ def _jumps(parents, depth):
     return jumps
 
 
-def _invert(rank, kept, budget):
-    """i32[B, budget]: the kept element of each rank, 0 where there is none."""
+def _reorder(tree, parents, kept, rank, budget):
+    """The kept nodes, sorted by rank (0, 1, ...), with these parents."""
     ids = jnp.arange(rank.shape[1], dtype=jnp.int32)
-    put = lambda target: jnp.zeros(budget, jnp.int32).at[target].set(ids, mode="drop")
-    return jax.vmap(put)(jnp.where(kept, rank, budget))
+    target = jnp.where(kept, rank, budget)
+    blank = jnp.zeros(budget, jnp.int32)
+    order = jax.vmap(lambda target: blank.at[target].set(ids, mode="drop"))(target)
+    fields = (tree.tokens, parents, tree.depths, tree.scores, tree.source)
+    size = jnp.minimum(jnp.sum(kept, axis=1, dtype=jnp.int32), budget)
+    return _canonical(Tree(*(_take(x, order) for x in fields), size))
 
 
-def _canonical(tokens, parents, depths, scores, source, size):
-    """A Tree with the right dtypes, the root's fixed values, and canonical padding."""
-    slot = jnp.arange(tokens.shape[1])
-    live = slot < size[:, None]
-    fill = lambda x, padding, dtype: jnp.where(live, x, padding).astype(dtype)
+def _canonical(tree):
+    """The tree with the types, the root and the padding as they must be."""
+    slot = jnp.arange(tree.budget)
+    live = tree.live
     return Tree(
-        fill(tokens, 0, jnp.int32),
-        fill(jnp.where(slot == 0, -1, parents), -1, jnp.int32),
-        fill(depths, 0, jnp.int32),
-        fill(scores, -jnp.inf, jnp.float32),
-        fill(source, 0, jnp.int8),
-        size,
+        jnp.where(live, tree.tokens, 0).astype(jnp.int32),
+        jnp.where(live & (slot > 0), tree.parents, -1).astype(jnp.int32),
+        jnp.where(live, tree.depths, 0).astype(jnp.int32),
+        jnp.where(live, tree.scores, -jnp.inf).astype(jnp.float32),
+        jnp.where(live, tree.source, 0).astype(jnp.int8),
+        tree.size,
     )
