@@ -13,8 +13,6 @@ from jaxtyping import Float
 from jspec.models.config import ModelConfig, TargetError, from_gguf, to_hf
 from jspec.models.gguf_tokenizer import tokenizer_files
 
-FORMAT = 1  # of the directory; part of its name in the cache
-
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

