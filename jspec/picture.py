@@ -93,8 +93,8 @@ def draw_svg(
         )
     width, height = lefts[-1] + widths[-1] + 16, 60 + 36 * max(heights, default=0)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="jspec" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="jspec" role="img" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}">'
         f"<style>{_STYLE}</style>"
         f'<rect class="page" width="100%" height="100%" rx="8"/>{"".join(edges + boxes)}</svg>'
     )

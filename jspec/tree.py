@@ -246,7 +246,7 @@ def from_paths(
     paths: Int[Array, "B R D"],
     lengths: Int[Array, "B R"],
     scores: Float[Array, "B R D"],
-    source: int | Int[Array, "B R D"],
+    source: int | Int[Array, "..."],
     budget: int,
 ) -> Tree:
     """R continuations of at most D tokens as a trie; where scores tie, earlier rows win.
@@ -256,7 +256,7 @@ def from_paths(
       paths: tokens of the continuations.
       lengths: how many tokens of each continuation count.
       scores: log-probability of the path up to each token.
-      source: who proposed them.
+      source: who proposed them; broadcast to [B, R, D].
       budget: node axis of the result, root included.
     """
     batch, rows, depth = paths.shape
@@ -354,6 +354,8 @@ def grow(
         fields = (fit(tokens, 0), fit(nodes, 0), fit(slots, 0), level)
         return Frontier(*(jnp.where(valid, x, 0) for x in fields), scores, valid)
 
+    if depth == 0:
+        return root_only(roots), carry
     tree = root_only(roots, 1 + depth * keep)
     level, zero = jnp.int32(0), jnp.zeros_like(tree.tokens[:, :1])
     frontier = advance(level, tree.tokens[:, :1], zero, zero, tree.scores[:, :1])
