@@ -146,3 +146,16 @@ TEMPLATES = [
 {%- if messages[0].content is not string %}{{ raise_exception('text only') }}{% endif %}
 {{ strftime_now('%Y') | length }}""",
 ]
+TEMPLATE_VARIABLES = {
+    "enable_thinking": False,
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Adds <a> & <b>: größer",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        }
+    ],
+}

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from golden_io import GOLDEN
-from golden_text import CHATS, STRINGS
+from golden_text import CHATS, STRINGS, TEMPLATE_VARIABLES, TEMPLATES
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from jspec.models.load import DEFAULT_TARGET, locate
 
 SIZES = {
     "hidden_size": 32,
@@ -136,7 +138,7 @@ def run_smollm2(folder: Path) -> dict[str, np.ndarray]:
 
 
 def run_tokenizer(folder: Path) -> dict[str, Any]:
-    """The ids of every string and the text and ids of every chat, by AutoTokenizer."""
+    """What AutoTokenizer makes of ``golden_text``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = [
         {
@@ -150,18 +152,33 @@ def run_tokenizer(folder: Path) -> dict[str, Any]:
         for messages in CHATS
         for generate in (True, False)
     ]
+    templates = [
+        tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **TEMPLATE_VARIABLES,
+        )
+        for template in TEMPLATES
+        for messages in CHATS
+    ]
     ids = [tokenizer(text).input_ids for text in STRINGS]
     return {
         "ids": ids,
         "decoded": [tokenizer.decode(i, skip_special_tokens=True) for i in ids],
         "chats": chats,
+        "templates": templates,
     }
 
 
-def main() -> None:
-    from jspec.models.load import DEFAULT_TARGET, locate
+def smollm2_folder() -> Path:
+    """The default target as a hub-style directory."""
+    return locate(DEFAULT_TARGET)
 
-    smollm2 = locate(DEFAULT_TARGET)
+
+def main() -> None:
+    smollm2 = smollm2_folder()
     shutil.rmtree(GOLDEN, ignore_errors=True)
     for name in CONFIGS:
         write_model(name, GOLDEN / name)

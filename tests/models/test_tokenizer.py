@@ -1,0 +1,161 @@
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from golden_io import GOLDEN
+from golden_text import CHATS, STRINGS, TEMPLATE_VARIABLES, TEMPLATES
+from tokenizers import decoders, models, pre_tokenizers
+
+from jspec.models.config import TargetError
+from jspec.models.tokenizer import Tokenizer
+
+EXPECTED = json.loads((GOLDEN / "tokenizer.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2_tokenizer(smollm2):
+    return smollm2.tokenizer
+
+
+def small_backend():
+    """Byte-level BPE without merges: one token a byte, then two added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["<think>"])
+    return backend
+
+
+def write_tokenizer(folder, **config):
+    folder.mkdir(exist_ok=True)
+    small_backend().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_ids_and_text_are_those_of_transformers(smollm2_tokenizer):
+    for text, ids, decoded in zip(STRINGS, EXPECTED["ids"], EXPECTED["decoded"], strict=True):
+        assert smollm2_tokenizer.encode(text) == ids, text
+        assert smollm2_tokenizer.decode(ids) == decoded, text
+        assert smollm2_tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_chats_are_those_of_transformers(smollm2_tokenizer):
+    for (messages, generate), expected in zip(
+        itertools.product(CHATS, (True, False)), EXPECTED["chats"], strict=True
+    ):
+        text = smollm2_tokenizer.chat(messages, add_generation_prompt=generate)
+        assert text == expected["text"]
+        ids = smollm2_tokenizer.encode_chat(messages, add_generation_prompt=generate)
+        assert ids == expected["ids"]
+
+
+def test_templates_render_as_in_transformers(smollm2_tokenizer):
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    for (template, messages), expected in zip(
+        itertools.product(TEMPLATES, CHATS), EXPECTED["templates"], strict=True
+    ):
+        tokenizer = Tokenizer(small_backend(), template, special)
+        assert tokenizer.chat(messages, **TEMPLATE_VARIABLES) == expected
+
+
+def test_token_bytes_join_to_the_decoded_text(smollm2_tokenizer):
+    table = smollm2_tokenizer.token_bytes()
+    assert len(table) == smollm2_tokenizer.vocab_size == 49152
+    for text in STRINGS:
+        ids = smollm2_tokenizer.encode(text)
+        joined = b"".join(table[i] for i in ids).decode(errors="replace")
+        assert joined == smollm2_tokenizer.decode(ids)
+    assert table[:17] == [b""] * 17  # the special tokens
+    assert all(table[17:])
+
+
+def test_byte_level_tokens_cover_every_byte_once():
+    tokenizer = Tokenizer(small_backend())
+    table = tokenizer.token_bytes()
+    assert sorted(table[:256]) == [bytes([byte]) for byte in range(256)]
+    assert table[256:] == [b"", b"", b"<think>"]
+
+
+def test_token_bytes_of_sentencepiece():
+    vocab = {"<unk>": 0, "▁a": 1, "b▁▁": 2, "<0xE2>": 3, "<0x0A>": 4, "é": 5}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens(["<unk>"])
+    table = Tokenizer(backend).token_bytes()
+    assert table == [b"", b" a", b"b  ", b"\xe2", b"\n", "é".encode()]
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    backend = small_backend()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.from_dir(tmp_path).encode("four")) == 4
+
+
+def test_end_tokens_come_from_the_first_file_that_names_them(tmp_path):
+    folder = write_tokenizer(tmp_path, eos_token={"content": "</s>", "special": True})
+    assert Tokenizer.from_dir(folder).eos_ids == (257,)
+    (folder / "config.json").write_text('{"eos_token_id": 7}')
+    assert Tokenizer.from_dir(folder).eos_ids == (7,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert Tokenizer.from_dir(folder).eos_ids == (8, 9)
+
+
+def test_where_the_template_comes_from(tmp_path):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list"}]
+    folder = write_tokenizer(tmp_path, chat_template=named)
+    assert Tokenizer.from_dir(folder).chat([]) == "list"
+    folder = write_tokenizer(tmp_path, chat_template="{{ eos_token }}", eos_token="</s>")
+    assert Tokenizer.from_dir(folder).chat([]) == "</s>"
+    (folder / "chat_template.jinja").write_text("file")
+    assert Tokenizer.from_dir(folder).chat([]) == "file"
+
+
+def test_no_template_or_a_refusing_one_is_one_clear_line(tmp_path):
+    tokenizer = Tokenizer.from_dir(write_tokenizer(tmp_path))
+    with pytest.raises(ValueError, match=r"^the target has no chat template"):
+        tokenizer.encode_chat(CHATS[0])
+    with pytest.raises(ValueError, match=r"^the chat template fails: roles must alternate$"):
+        Tokenizer(small_backend(), "{{ raise_exception('roles must alternate') }}").chat(CHATS[0])
+    with pytest.raises(ValueError, match=r"^the chat template fails"):
+        Tokenizer(small_backend(), "{% if %}").chat(CHATS[0])
+    with pytest.raises(ValueError, match=r"^the chat template fails"):
+        Tokenizer(small_backend(), "{{ messages.append(1) }}").chat(CHATS[0])  # sandboxed
+
+
+def test_unreadable_files_are_one_clear_line(tmp_path):
+    with pytest.raises(TargetError, match=r"has no tokenizer\.json$"):
+        Tokenizer.from_dir(tmp_path)
+    folder = write_tokenizer(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TargetError, match=r"tokenizer_config\.json cannot be read"):
+        Tokenizer.from_dir(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(TargetError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.from_dir(folder)
+
+
+def test_loading_needs_neither_transformers_nor_torch():
+    code = (
+        "import sys, jspec.models.load; print({'transformers', 'torch', 'gguf'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore")
+def test_golden_is_what_transformers_says_now():
+    pytest.importorskip("torch")
+    import make_golden
+
+    assert make_golden.run_tokenizer(make_golden.smollm2_folder()) == EXPECTED
