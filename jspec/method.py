@@ -60,9 +60,13 @@ class Verdict(NamedTuple):
 
     tree: Tree  # the tree that was verified (after narrowing)
     path: Int[Array, "B P"]  # accepted node ids, root first; -1 beyond count
-    count: Int[Array, " B"]  # accepted nodes, root included: rows to commit, tokens to emit (bonus included)
+    count: Int[
+        Array, " B"
+    ]  # accepted nodes, root included: rows to commit, tokens to emit (bonus included)
     tokens: Int[Array, "B N"]  # the target's draw at each node
-    top_tokens: Int[Array, "B N k"]  # the target's k best tokens at each node (undefined on padding)
+    top_tokens: Int[
+        Array, "B N k"
+    ]  # the target's k best tokens at each node (undefined on padding)
     top_logits: Float[Array, "B N k"]  # their raw logits, before temperature and filters
     taps: Float[Array, "B N T H"]  # tapped states of each node
     lookahead: Any = None

@@ -1,0 +1,215 @@
+"""What a decode holds: the plan (static), and the state (arrays) that every round takes and returns.
+
+Leaves of a state are of two kinds. Those under ``cache``, ``rows`` and ``method.rows`` have a leading axis B: a prompt
+owns its slot of them. The others are shared by the batch. That split is all that refilling a slot needs to know.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jspec.attention import Implementation
+from jspec.method import Memory, Method, MethodState, Params
+from jspec.models.config import ModelConfig
+from jspec.sampling import Sampling
+from jspec.tree import SOURCES
+
+MAX_BUDGET = 512
+CAPACITIES = tuple(256 << i for i in range(10))  # cache rows: 256 .. 131072
+RANKS = 8  # accepted nodes are counted by their rank among siblings, up to this one
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All that is static about a decode; hashable, so it is one argument of every jitted step.
+
+    Attributes:
+      config: the target's.
+      method: who drafts.
+      sampling: how the target's tokens are drawn.
+      buckets: row counts of the verify forward that get compiled, ascending. Those that a batch can't need are left
+        out, and one that holds everything is always there.
+      attention: implementation of ``tree_attention``; None picks for the platform.
+
+    Raises:
+      ValueError: a budget outside 1..512.
+    """
+
+    config: ModelConfig
+    method: Method
+    sampling: Sampling = Sampling()
+    buckets: tuple[int, ...] = tuple(1 << i for i in range(10))
+    attention: Implementation | None = None
+
+    def __post_init__(self):
+        if not 1 <= self.method.budget <= MAX_BUDGET:
+            raise ValueError(f"budget must be in 1..{MAX_BUDGET}, got {self.method.budget}")
+
+    @property
+    def path(self) -> int:
+        """Most nodes on a path: the method's depth and the root; the most tokens a round emits."""
+        return self.method.needs.depth + 1
+
+    def row_buckets(self, batch: int) -> tuple[int, ...]:
+        """The buckets in use at a batch size: the last one holds ``batch`` full trees."""
+        most = batch * self.method.budget
+        return (*(b for b in self.buckets if b < most), most)
+
+
+def _array_struct(cls):
+    """A frozen dataclass pytree whose fields are arrays; JAX rebuilds it with other leaves, so types go unchecked."""
+    return typing.no_type_check(
+        jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    )
+
+
+@_array_struct
+class KVCache:
+    """Keys (after rope) and values of known tokens, one array a layer; rows at or beyond ``length`` are never read."""
+
+    keys: tuple[Float[Array, "B kh C hd"], ...]
+    values: tuple[Float[Array, "B kh C hd"], ...]
+    length: Int[Array, " B"]  # rows in use = known tokens - 1
+
+    @property
+    def capacity(self) -> int:
+        """C, rows a slot can hold."""
+        return self.keys[0].shape[2]
+
+
+@_array_struct
+class Rows:
+    """What is known of each row, and counts of what happened to it. P path slots, R ranks, S sources."""
+
+    tokens: Int[Array, "B X"]  # prompt and output; X = C + 1; the first ``length + 1`` are known
+    prompt: Int[
+        Array, " B"
+    ]  # index of the prompt in the input: with the seed and a position it fixes a draw
+    start: Int[Array, " B"]  # prompt tokens
+    limit: Int[Array, " B"]  # known tokens at which the row ends
+    done: Bool[Array, " B"]
+    stop: Int[Array, " B"]  # state of the stop automaton
+    rounds: Int[Array, " B"]
+    emitted: Int[Array, " B"]  # before a stop or the limit cuts the last round
+    verified: Int[Array, " B"]  # tree nodes the target ran
+    by_depth: Int[Array, "B P"]  # rounds whose accepted path reached the depth
+    by_rank: Int[
+        Array, "B R"
+    ]  # accepted nodes by rank among their siblings, the last entry: or worse
+    by_source: Int[Array, "B S"]  # accepted nodes by who proposed them
+    trace: Int[Array, "B X"]  # tokens each round emitted, before the cut
+
+
+@_array_struct
+class DecodeState:
+    """All arrays of a decode; every step takes one and returns one."""
+
+    cache: KVCache
+    rows: Rows
+    method: MethodState
+    key: Key[Array, ""]
+    stops: Int[
+        Array, "states V"
+    ]  # stop automaton: next state by state and token; ``states`` itself means stop
+    histogram: Int[Array, " buckets"]  # rounds by row bucket
+    draft_passes: Int[Array, ""]
+
+    @property
+    def known(self) -> Int[Array, " B"]:
+        """Known tokens of each row: prompt and output."""
+        return self.cache.length + 1
+
+    @property
+    def roots(self) -> Int[Array, " B"]:
+        """The last known token of each row: the next round's root."""
+        return jnp.take_along_axis(self.rows.tokens, self.cache.length[:, None], axis=1)[:, 0]
+
+
+def capacity_for(plan: Plan, tokens: int) -> int:
+    """The smallest capacity bucket that holds texts of ``tokens`` tokens and a last round's full path.
+
+    Raises:
+      ValueError: above the largest bucket and below the target's context.
+    """
+    need = min(tokens + plan.path, plan.config.max_positions)
+    for capacity in CAPACITIES:
+        if capacity >= need:
+            return min(capacity, plan.config.max_positions)
+    raise ValueError(f"a text of {tokens} tokens exceeds the largest cache, {CAPACITIES[-1]} rows")
+
+
+def new_state(
+    plan: Plan,
+    params: Params,
+    batch: int,
+    capacity: int,
+    key: Key[Array, ""],
+    stops: Int[Array, "states V"] | None = None,
+    memory: Memory = None,
+) -> DecodeState:
+    """A state of ``batch`` empty slots, all done.
+
+    Args:
+      plan: static.
+      params: as the steps take them; the cache takes its dtype from the target's embedding.
+      batch: B.
+      capacity: cache rows a slot; see ``capacity_for``.
+      key: ``jax.random.key(seed)``.
+      stops: see ``jspec.stopping.stop_table``; default: the target's EOS ids.
+      memory: what the method kept from earlier requests.
+    """
+    config = plan.config
+    if stops is None:
+        eos = jnp.asarray(config.eos_ids, jnp.int32)
+        stops = jnp.zeros((1, config.vocab_size), jnp.int32).at[0, eos].set(1, mode="drop")
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+    empty = tuple(
+        jnp.zeros(shape, params["target"]["embed"].dtype) for _ in range(config.num_layers)
+    )
+    zeros = jnp.zeros((batch,), jnp.int32)
+
+    def table(width):
+        return jnp.zeros((batch, width), jnp.int32)
+
+    rows = Rows(
+        tokens=table(capacity + 1),
+        prompt=zeros,
+        start=zeros,
+        limit=zeros,
+        done=jnp.ones((batch,), bool),
+        stop=zeros,
+        rounds=zeros,
+        emitted=zeros,
+        verified=zeros,
+        by_depth=table(plan.path),
+        by_rank=table(RANKS),
+        by_source=table(len(SOURCES)),
+        trace=table(capacity + 1),
+    )
+    return DecodeState(
+        cache=KVCache(empty, empty, zeros),
+        rows=rows,
+        method=plan.method.init(params, batch, capacity, memory),
+        key=key,
+        stops=jnp.asarray(stops, jnp.int32),
+        histogram=jnp.zeros((len(plan.row_buckets(batch)),), jnp.int32),
+        draft_passes=jnp.zeros((), jnp.int32),
+    )
+
+
+def _owned(state: DecodeState):
+    return state.cache, state.rows, state.method.rows
+
+
+def insert(state: DecodeState, slot: Int[Array, ""] | int, one: DecodeState) -> DecodeState:
+    """Puts the row of a batch-1 state into a slot, and takes over the method's shared state from it."""
+
+    def put(all_rows, row):
+        return jax.lax.dynamic_update_slice_in_dim(all_rows, row, slot, axis=0)
+
+    cache, rows, mine = jax.tree.map(put, _owned(state), _owned(one))
+    method = MethodState(rows=mine, shared=one.method.shared)
+    return dataclasses.replace(state, cache=cache, rows=rows, method=method)
