@@ -7,7 +7,8 @@ import pytest
 import tokenizers
 from golden_io import GOLDEN
 from golden_text import CHATS, STRINGS, TEMPLATE_VARIABLES, TEMPLATES
-from tokenizers import decoders, models, pre_tokenizers
+from hub import byte_tokenizer
+from tokenizers import decoders, models
 
 from jspec.models.config import TargetError
 from jspec.models.tokenizer import Tokenizer
@@ -21,11 +22,8 @@ def smollm2_tokenizer(smollm2):
 
 
 def small_backend():
-    """Byte-level BPE without merges: one token a byte, then two added tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    """One token a byte, then three added tokens."""
+    backend = byte_tokenizer(256)
     backend.add_special_tokens(["<s>", "</s>"])
     backend.add_tokens(["<think>"])
     return backend
