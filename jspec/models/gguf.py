@@ -97,7 +97,10 @@ def _hub_name(name: str) -> str:
 
 
 def _weights(tensor: Any, config: ModelConfig) -> Float[np.ndarray, "..."]:
-    array = dequantize(tensor.data, tensor.tensor_type)
+    try:
+        array = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        raise TargetError(f"GGUF type {tensor.tensor_type.name} cannot be read") from None
     if config.arch == "llama" and tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
         # llama.cpp interleaves the two halves of each head's rows for its rope; the hub does not
         pairs = array.reshape(-1, config.head_dim // 2, 2, config.hidden_size)
