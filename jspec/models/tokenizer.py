@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from jinja2 import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jaxtyping import Array, Int
 
 from jspec.models.config import TargetError, as_ids, read_json
 
@@ -84,9 +86,11 @@ class Tokenizer:
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids. Bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+    def decode(
+        self, ids: Sequence[int] | Int[Array | np.ndarray, " n"], skip_special: bool = True
+    ) -> str:
+        """The text of ids. Bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any

@@ -133,7 +133,8 @@ def run_smollm2(folder: Path) -> dict[str, np.ndarray]:
         "layers": np.array(SMOLLM2_LAYERS, np.int32),
         "logits": out["logits"][:, positions],
         "normed": out["normed"][:, positions],
-        "hiddens": out["hiddens"][list(SMOLLM2_LAYERS)][:, :, positions],
+        # save_file takes a strided array's memory as it lies
+        "hiddens": np.ascontiguousarray(out["hiddens"][list(SMOLLM2_LAYERS)][:, :, positions]),
     }
 
 

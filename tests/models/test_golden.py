@@ -23,8 +23,12 @@ def test_smollm2_holds_together(smollm2):
     np.testing.assert_array_equal(golden["logits"].argmax(-1), golden["argmax"][:, rows])
     logits = golden["normed"] @ np.asarray(smollm2.params["embed"]).T
     np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
-    text = smollm2.tokenizer.decode(golden["input_ids"][0])
-    assert smollm2.tokenizer.encode(text) == golden["input_ids"][0].tolist()
+    last = golden["hiddens"][-1].astype(np.float64)
+    scale = np.sqrt((last**2).mean(-1, keepdims=True) + smollm2.config.norm_eps)
+    norm = np.asarray(smollm2.params["norm"])
+    np.testing.assert_allclose(last / scale * norm, golden["normed"], atol=1e-4)
+    ids = golden["input_ids"][0].tolist()
+    assert smollm2.tokenizer.encode(smollm2.tokenizer.decode(ids)) == ids
 
 
 @pytest.mark.parity
@@ -39,4 +43,5 @@ def test_golden_is_what_transformers_computes_now(name):
     else:
         golden, live = vars(load_case(name)), make_golden.run_case(name, GOLDEN / name)
     for key, value in live.items():
-        np.testing.assert_allclose(golden[key], value, atol=1e-4, err_msg=key)
+        # a few channels of SmolLM2's residual stream are in the ten thousands
+        np.testing.assert_allclose(golden[key], value, rtol=1e-5, atol=1e-4, err_msg=key)

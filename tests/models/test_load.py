@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jspec.models.config import TargetError, from_hf, read_json
 from jspec.models.load import load_target, read_params
 from jspec.models.params import param_shapes
+from jspec.models.transformer import fuse
 
 
 def assert_same(params, expected, dtype=jnp.float32):
@@ -33,23 +35,26 @@ def test_a_hub_directory(tiny_model, tmp_path, arch, tied):
     assert target.config == config
     assert target.name == str(folder)
     assert target.tokenizer.encode("!1") == [0, 16]
-    assert_same(target.params, params)
+    assert_same(read_params(folder, config)[0], params)
+    assert_same(target.params, fuse(config, params))
 
 
 def test_dtypes_are_converted_and_the_fingerprint_is_of_the_stored_weights(tiny_model, tmp_path):
     config, params = tiny_model()
     weights = tensors(config, params)
     folder = write_hub(tmp_path / "f32", config, weights)
-    wide, narrow = load_target(folder), load_target(folder, jnp.bfloat16)
-    assert_same(narrow.params, params, jnp.bfloat16)
-    assert wide.fingerprint == narrow.fingerprint
-    assert len(wide.fingerprint) == 16 and int(wide.fingerprint, 16) >= 0
+    _, fingerprint = read_params(folder, config)
+    narrow, same = read_params(folder, config, jnp.bfloat16)
+    assert_same(narrow, params, jnp.bfloat16)
+    assert fingerprint == same
+    assert len(fingerprint) == 16 and int(fingerprint, 16) >= 0
     for stored in (ml_dtypes.bfloat16, np.float16):
         rounded = {name: array.astype(stored) for name, array in weights.items()}
-        target = load_target(write_hub(tmp_path / str(np.dtype(stored)), config, rounded))
+        folder = write_hub(tmp_path / str(np.dtype(stored)), config, rounded)
+        loaded, other = read_params(folder, config)
         expected = jax.tree.map(lambda x, stored=stored: x.astype(stored), params)
-        assert_same(target.params, jax.tree.map(lambda x: x.astype(jnp.float32), expected))
-        assert target.fingerprint != wide.fingerprint
+        assert_same(loaded, jax.tree.map(lambda x: x.astype(jnp.float32), expected))
+        assert other != fingerprint
 
 
 def test_shards_are_one_model(tmp_path):
@@ -87,7 +92,7 @@ def test_a_head_stored_beside_tied_embeddings_is_ignored(tiny_model, tmp_path):
         "lm_head.weight": weights["model.embed_tokens.weight"].copy(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
     }
-    assert_same(load_target(write_hub(tmp_path, config, weights | extra)).params, params)
+    assert_same(read_params(write_hub(tmp_path, config, weights | extra), config)[0], params)
 
 
 def test_the_default_target(smollm2):
@@ -100,9 +105,11 @@ def test_the_default_target(smollm2):
     )
     assert config.tie_embeddings and config.norm_eps == 1e-5 and config.eos_ids == (2,)
     assert smollm2.fingerprint == "682727a897d57535"
-    shapes = jax.tree.map(lambda x: x.shape, param_shapes(config))
-    assert jax.tree.map(lambda x: x.shape, smollm2.params) == shapes
-    assert np.isfinite(smollm2.params["embed"]).all()
+    shapes = jax.eval_shape(functools.partial(fuse, config), param_shapes(config))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), smollm2.params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(smollm2.params))
 
 
 def test_a_hub_id_is_downloaded_by_the_hub_client(tiny_model, tmp_path, monkeypatch):
@@ -115,7 +122,7 @@ def test_a_hub_id_is_downloaded_by_the_hub_client(tiny_model, tmp_path, monkeypa
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert_same(load_target("org/some-model.1").params, params)
+    assert_same(load_target("org/some-model.1").params, fuse(config, params))
     assert asked == ["org/some-model.1"]
 
     def offline(name, allow_patterns):

@@ -3,6 +3,8 @@ import json
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tokenizers
 from golden_io import GOLDEN
@@ -71,6 +73,13 @@ def test_token_bytes_join_to_the_decoded_text(smollm2_tokenizer):
         assert joined == smollm2_tokenizer.decode(ids)
     assert table[:17] == [b""] * 17  # the special tokens
     assert all(table[17:])
+
+
+def test_arrays_and_unknown_ids_are_decoded(smollm2_tokenizer):
+    ids = smollm2_tokenizer.encode("ab 12")
+    assert smollm2_tokenizer.decode(np.array(ids, np.int32)) == "ab 12"
+    assert smollm2_tokenizer.decode(jnp.array(ids)) == "ab 12"
+    assert smollm2_tokenizer.decode([*ids, 49152, 60000]) == "ab 12"  # of a padded vocabulary
 
 
 def test_byte_level_tokens_cover_every_byte_once():
