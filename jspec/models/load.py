@@ -84,7 +84,11 @@ def locate(name: str) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise TargetError(f"{name} is neither a directory nor a .gguf file")
-        return _converted(sha256(path), lambda: path)
+        try:
+            digest = sha256(path)
+        except OSError as error:
+            raise TargetError(f"{name} cannot be read: {error}") from None
+        return _converted(digest, lambda: path)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and path.suffix != ".gguf":
         return _from_hub(name)
     raise TargetError(

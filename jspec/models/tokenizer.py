@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from jaxtyping import Array, Int
 from jinja2 import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jaxtyping import Array, Int
 
 from jspec.models.config import TargetError, as_ids, read_json
 
