@@ -200,9 +200,7 @@ def assemble(
     """
     batch, listed = parents.shape
     depth = listed if depth is None else depth
-    count = (
-        listed + 2
-    )  # element 0 is the root, then the candidates, last a sink for what is dropped
+    count = listed + 2  # element 0: the root; the last: a sink that dropped candidates point to
 
     def around(first, middle, last):
         first, last = (jnp.broadcast_to(x, batch).astype(middle.dtype) for x in (first, last))

@@ -121,9 +121,13 @@ def test_compact(budget, new):
         expect(run(tree, jnp.asarray(keep)), want)
 
 
-def test_compact_keeps_the_budget_by_default():
-    tree = jt.root_only(jnp.array([3]), 4)
-    assert jt.compact(tree, tree.live).budget == 4
+@pytest.mark.parametrize("length", [2, 17, 33])
+def test_compact_drops_descendants_at_any_distance(length):
+    chain = [(i, i - 1, i, 0.0, 0) for i in range(length)]
+    keep = ~jnp.eye(length, dtype=bool)  # row i drops node i
+    tree = jax.jit(jt.compact)(tree_of([chain] * length, length), keep)
+    assert tree.budget == length
+    expect(tree, [chain[:i] for i in range(length)])
 
 
 @pytest.mark.parametrize(("budget", "new"), [(1, 1), (17, 1), (17, 16), (64, 8), (64, 33), (8, 9)])
@@ -192,7 +196,7 @@ def candidate_arrays(lists):
 
 @pytest.mark.parametrize(
     ("count", "budget", "depth"),
-    [(1, 1, 1), (1, 4, 0), (12, 13, 12), (12, 5, 3), (40, 41, 4), (40, 16, 7), (64, 64, None)],
+    [(1, 4, 0), (12, 13, 12), (12, 5, 3), (40, 16, 7), (64, 64, None)],
 )
 def test_assemble(count, budget, depth):
     run = jax.jit(partial(jt.assemble, budget=budget, depth=depth))
@@ -267,9 +271,9 @@ def test_assemble_the_order_of_the_list_matters_only_in_ties(candidates, random)
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "budget"), [(1, 1, 2), (1, 7, 8), (8, 8, 65), (8, 8, 20), (5, 3, 64)]
+    ("rows", "depth", "budget", "mixed"),
+    [(1, 1, 2, True), (1, 7, 8, False), (8, 8, 65, True), (8, 8, 20, True), (5, 3, 64, False)],
 )
-@pytest.mark.parametrize("mixed", [False, True])
 def test_from_paths(rows, depth, budget, mixed):
     run = jax.jit(jt.from_paths, static_argnames="budget")
     rng = np.random.default_rng(7)
