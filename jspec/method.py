@@ -25,7 +25,7 @@ class Needs:
     Attributes:
       depth: the deepest node the method can propose (root is 0); a round emits at most ``depth + 1`` tokens.
       top_k: how many of the target's top tokens (and raw logits) each verified node reports to ``observe``.
-      taps: 0-based layers whose output residual stream is returned; ``num_layers`` names the final normed state.
+      taps: 0-based layers whose output residual stream is returned; ``num_layers`` is the final normed state.
       lookahead: extra rows that ride along in the verify forward (PTD); they cannot be accepted.
     """
 
@@ -38,7 +38,12 @@ class Needs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MethodState:
-    """A method's state. ``rows`` has leading axis B and starts afresh when a slot gets a new prompt; ``shared`` outlives rows."""
+    """A method's state.
+
+    Attributes:
+      rows: leading axis B; a slot that gets a new prompt starts afresh from a batch-1 ``init``.
+      shared: no batch axis; outlives prompts.
+    """
 
     rows: Any = ()
     shared: Any = ()
@@ -50,6 +55,7 @@ class Proposal(NamedTuple):
     tree: Tree
     lookahead: Any = None
     draft_logits: Array | None = None
+    passes: Int[Array, ""] | int = 0  # forward passes of a draft head that it took
 
 
 class Verdict(NamedTuple):

@@ -40,7 +40,7 @@ class Plan:
 
     config: ModelConfig
     method: Method
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     buckets: tuple[int, ...] = tuple(1 << i for i in range(10))
     attention: Implementation | None = None
 
@@ -73,11 +73,6 @@ class KVCache:
     keys: tuple[Float[Array, "B kh C hd"], ...]
     values: tuple[Float[Array, "B kh C hd"], ...]
     length: Int[Array, " B"]  # rows in use = known tokens - 1
-
-    @property
-    def capacity(self) -> int:
-        """C, rows a slot can hold."""
-        return self.keys[0].shape[2]
 
 
 @_array_struct
@@ -116,6 +111,11 @@ class DecodeState:
     ]  # stop automaton: next state by state and token; ``states`` itself means stop
     histogram: Int[Array, " buckets"]  # rounds by row bucket
     draft_passes: Int[Array, ""]
+
+    @property
+    def capacity(self) -> int:
+        """C, cache rows a slot can hold."""
+        return self.rows.tokens.shape[1] - 1
 
     @property
     def known(self) -> Int[Array, " B"]:
@@ -166,35 +166,36 @@ def new_state(
         eos = jnp.asarray(config.eos_ids, jnp.int32)
         stops = jnp.zeros((1, config.vocab_size), jnp.int32).at[0, eos].set(1, mode="drop")
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-    empty = tuple(
-        jnp.zeros(shape, params["target"]["embed"].dtype) for _ in range(config.num_layers)
-    )
-    zeros = jnp.zeros((batch,), jnp.int32)
+    dtype = params["target"]["embed"].dtype
 
-    def table(width):
-        return jnp.zeros((batch, width), jnp.int32)
+    # Every leaf is an array of its own: a state is donated, and a buffer can be donated only once.
+    def empty():
+        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+    def zeros(*width):
+        return jnp.zeros((batch, *width), jnp.int32)
 
     rows = Rows(
-        tokens=table(capacity + 1),
-        prompt=zeros,
-        start=zeros,
-        limit=zeros,
+        tokens=zeros(capacity + 1),
+        prompt=zeros(),
+        start=zeros(),
+        limit=zeros(),
         done=jnp.ones((batch,), bool),
-        stop=zeros,
-        rounds=zeros,
-        emitted=zeros,
-        verified=zeros,
-        by_depth=table(plan.path),
-        by_rank=table(RANKS),
-        by_source=table(len(SOURCES)),
-        trace=table(capacity + 1),
+        stop=zeros(),
+        rounds=zeros(),
+        emitted=zeros(),
+        verified=zeros(),
+        by_depth=zeros(plan.path),
+        by_rank=zeros(RANKS),
+        by_source=zeros(len(SOURCES)),
+        trace=zeros(capacity + 1),
     )
     return DecodeState(
-        cache=KVCache(empty, empty, zeros),
+        cache=KVCache(empty(), empty(), zeros()),
         rows=rows,
         method=plan.method.init(params, batch, capacity, memory),
-        key=key,
-        stops=jnp.asarray(stops, jnp.int32),
+        key=jnp.copy(key),
+        stops=jnp.array(stops, jnp.int32),
         histogram=jnp.zeros((len(plan.row_buckets(batch)),), jnp.int32),
         draft_passes=jnp.zeros((), jnp.int32),
     )

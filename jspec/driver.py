@@ -1,0 +1,247 @@
+"""Driving rounds from the host: text as it comes, and slots refilled from a queue of prompts."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from jspec.decode import absorb, advance, commit, judge, observe, propose
+from jspec.method import Memory, Params
+from jspec.prefill import admit
+from jspec.state import DecodeState, Plan, capacity_for, new_state
+from jspec.verification import verify
+
+STEPS = ("propose", "verify", "accept_commit", "absorb_observe")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """One prompt's outcome. Counts are before a stop or the limit cuts the last round.
+
+    Attributes:
+      index: of the prompt in the input.
+      prompt_tokens: how many it has.
+      tokens: new token ids, a stop token included.
+      emitted: tokens emitted over all rounds; ``emitted / rounds`` is the acceptance length tau.
+      verified: tree nodes the target ran, roots included.
+      by_depth: rounds whose accepted path reached depth 0, 1, ...
+      by_rank: accepted nodes by rank among their siblings; the last entry counts worse ranks too.
+      by_source: accepted nodes by ``jspec.tree.SOURCES``.
+      trace: tokens each round emitted.
+      seconds: from the end of its prefill to its last round, other prompts' prefills left out.
+    """
+
+    index: int
+    prompt_tokens: int
+    tokens: list[int]
+    rounds: int
+    emitted: int
+    verified: int
+    by_depth: list[int]
+    by_rank: list[int]
+    by_source: list[int]
+    trace: list[int]
+    seconds: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tau: tokens emitted a round, bonus included."""
+        return self.emitted / max(self.rounds, 1)
+
+
+class Event(NamedTuple):
+    """New tokens of one prompt; ``finished`` comes with its last ones."""
+
+    index: int
+    tokens: list[int]
+    finished: Finished | None
+
+
+def outcome(state: DecodeState, slot: int, seconds: float = 0.0) -> Finished:
+    """What the host needs of a finished row."""
+    rows = jax.tree.map(lambda x: np.asarray(x[slot]), state.rows)
+    known, rounds = int(state.known[slot]), int(rows.rounds)
+    return Finished(
+        index=int(rows.prompt),
+        prompt_tokens=int(rows.start),
+        tokens=rows.tokens[int(rows.start) : known].tolist(),
+        rounds=rounds,
+        emitted=int(rows.emitted),
+        verified=int(rows.verified),
+        by_depth=rows.by_depth.tolist(),
+        by_rank=rows.by_rank.tolist(),
+        by_source=rows.by_source.tolist(),
+        trace=rows.trace[:rounds].tolist(),
+        seconds=seconds,
+    )
+
+
+class Stream:
+    """Iterates over ``Event``s while decoding prompts in ``batch`` slots, refilled as rows finish.
+
+    The tokens of a prompt depend on the seed and its index alone, not on its slot or its neighbours.
+
+    Attributes:
+      state: the decode's state; ``memory()`` is what its method keeps for a later stream.
+      compile_seconds: the round's compilation (or its load from the persistent cache).
+      prefill_seconds: reading prompts, their compilations included.
+      decode_seconds: in rounds.
+      step_seconds: with ``profile``, seconds by step (``STEPS``).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        batch: int = 1,
+        seed: int = 0,
+        stops: Int[np.ndarray, "states V"] | None = None,
+        memory: Memory = None,
+        capacity: int | None = None,
+        rounds: int = 1,
+        first_index: int = 0,
+        profile: bool = False,
+    ):
+        """Compiles the round; decoding starts with the iteration.
+
+        Args:
+          plan: static.
+          params: ``{"target": ..., ...}``.
+          prompts: token ids, each at least one.
+          max_new_tokens: of each prompt.
+          batch: slots.
+          seed: of the draws.
+          stops: see ``jspec.stopping.stop_table``; default: the target's EOS ids end a row.
+          memory: of an earlier stream.
+          capacity: cache rows a slot; default: the bucket that holds the longest prompt and its answer.
+          rounds: most rounds between two looks of the host.
+          first_index: index of the first prompt in the input.
+          profile: runs the steps one by one and times them.
+
+        Raises:
+          ValueError: batch below 1; a prompt that ``admit`` refuses.
+        """
+        if batch < 1:
+            raise ValueError(f"batch must be 1 or above, got {batch}")
+        self.plan, self.params = plan, params
+        self.prompts, self.max_new_tokens = prompts, max_new_tokens
+        self.rounds, self.first_index = rounds, first_index
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.step_seconds = dict.fromkeys(STEPS, 0.0)
+        self._profile = profile
+        longest = max((len(p) for p in prompts), default=1)
+        capacity = capacity or capacity_for(plan, longest + max_new_tokens)
+        key = jax.random.key(seed)
+        self.state = new_state(plan, params, batch, capacity, key, stops, memory)
+        start = time.perf_counter()
+        # All slots are empty and done: this compiles the program and runs no round (a step-by-step one runs none's).
+        if profile:
+            self.state = self._timed_round(self.state, {})
+        else:
+            self.state = advance(plan, params, self.state, rounds)
+        jax.block_until_ready(self.state)
+        self.compile_seconds = time.perf_counter() - start
+
+    def memory(self) -> Memory:
+        """What the method keeps for a later stream."""
+        return self.plan.method.memory(self.state.method)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Decodes all prompts, once."""
+        batch = self.state.rows.done.shape[0]
+        queue = iter(range(len(self.prompts)))
+        running = [None] * batch  # per slot: index of its prompt
+        seen = [0] * batch  # known tokens already handed out
+        began = [0.0] * batch
+        while True:
+            for slot in range(batch):
+                if running[slot] is None and (at := next(queue, None)) is not None:
+                    self._admit(slot, at)
+                    running[slot], seen[slot] = at, len(self.prompts[at])
+                    began[slot] = self.decode_seconds
+            if all(at is None for at in running):
+                return
+            start = time.perf_counter()
+            if self._profile:
+                self.state = self._timed_round(self.state, self.step_seconds)
+            else:
+                self.state = advance(self.plan, self.params, self.state, self.rounds)
+            known, done, tokens = jax.device_get(
+                (self.state.known, self.state.rows.done, self.state.rows.tokens)
+            )
+            self.decode_seconds += time.perf_counter() - start
+            for slot, at in enumerate(running):
+                if at is None:
+                    continue
+                fresh = tokens[slot, seen[slot] : known[slot]].tolist()
+                seen[slot] = int(known[slot])
+                finished = None
+                if done[slot]:
+                    finished = outcome(self.state, slot, self.decode_seconds - began[slot])
+                    running[slot] = None
+                yield Event(self.first_index + at, fresh, finished)
+
+    def _admit(self, slot: int, at: int) -> None:
+        start = time.perf_counter()
+        index = self.first_index + at
+        self.state = admit(
+            self.plan, self.params, self.state, slot, self.prompts[at], index, self.max_new_tokens
+        )
+        jax.block_until_ready(self.state.rows.tokens)
+        self.prefill_seconds += time.perf_counter() - start
+
+    def _timed_round(self, state: DecodeState, seconds: dict[str, float]) -> DecodeState:
+        plan, params = self.plan, self.params
+
+        def timed(name, step, *args):
+            start = time.perf_counter()
+            out = jax.block_until_ready(step(plan, params, *args))
+            if name in seconds:
+                seconds[name] += time.perf_counter() - start
+            return out
+
+        proposal, state = timed("propose", _propose, state)
+        verified = timed("verify", _verify, state, proposal.tree)
+        verdict, state, kept = timed(
+            "accept_commit", _accept_commit, state, proposal.tree, verified
+        )
+        return timed("absorb_observe", _absorb_observe, state, verdict, kept)
+
+
+_propose = partial(jax.jit, static_argnums=0, donate_argnums=2)(propose)
+_verify = partial(jax.jit, static_argnums=0)(verify)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _accept_commit(plan, params, state, tree, verified):
+    verdict = judge(plan, tree, verified)
+    state, kept = commit(plan, state, verified, verdict)
+    return verdict, state, kept
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _absorb_observe(plan, params, state, verdict, kept):
+    state = absorb(plan, params, state, verdict, kept)
+    return observe(plan, params, state, verdict)
+
+
+def stream(plan: Plan, params: Params, prompts: Sequence[Sequence[int]], **options) -> Stream:
+    """Decodes prompts as an iterator of ``Event``s: see ``Stream``, whose options it takes."""
+    return Stream(plan, params, prompts, **options)
+
+
+def decode_all(
+    plan: Plan, params: Params, prompts: Sequence[Sequence[int]], **options
+) -> tuple[list[Finished], Stream]:
+    """Decodes prompts to the end: outcomes in the prompts' order, and the stream with its times and state."""
+    run = Stream(plan, params, prompts, **({"rounds": 1 << 30} | options))
+    done = [event.finished for event in run if event.finished]
+    return sorted(done, key=lambda one: one.index), run

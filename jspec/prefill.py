@@ -1,0 +1,133 @@
+"""Reading prompts: all tokens but the last go through the target in bucketed chunks, into a slot of the state."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jspec.decode import write_rows
+from jspec.method import Params, Verdict
+from jspec.state import DecodeState, Plan, insert, new_state
+from jspec.tree import Tree
+from jspec.verification import run_rows
+
+CHUNKS = (32, 64, 128, 256)
+
+
+def read_chunk(
+    plan: Plan, params: Params, one: DecodeState, tokens: Int[Array, "1 K"], count: Int[Array, " 1"]
+) -> DecodeState:
+    """Reads the next ``count`` prompt tokens of a batch-1 state: cache, absorb and, if top tokens are needed, observe.
+
+    A chunk is a tree that is a chain and is accepted whole, so this is verify and commit without a draw.
+    """
+    nodes = jnp.arange(tokens.shape[1])
+    live = (nodes < count[:, None])[0][None]
+    chain = Tree(
+        tokens=jnp.where(live, tokens, 0),
+        parents=jnp.where(live, nodes - 1, -1),
+        depths=jnp.where(live, nodes, 0),
+        scores=jnp.where(live, 0.0, -jnp.inf),
+        source=jnp.zeros(tokens.shape, jnp.int8),
+        size=count,
+    )
+    verified = run_rows(plan, params, one, chain, tokens.shape[1], drawing=False)
+    path = jnp.where(live, nodes, -1)
+    cache = write_rows(one.cache, verified.keys, verified.values, path, count)
+    method = plan.method.absorb(params, one.method, tokens, verified.taps, count)
+    if plan.method.needs.top_k:
+        verdict = Verdict(
+            tree=chain,
+            path=path,
+            count=count,
+            tokens=verified.top_tokens[..., 0],
+            top_tokens=verified.top_tokens,
+            top_logits=verified.top_logits,
+            taps=verified.taps,
+        )
+        method = plan.method.observe(params, method, verdict)
+    return dataclasses.replace(one, cache=cache, method=method)
+
+
+_read_chunk = partial(jax.jit, static_argnums=0, donate_argnums=2)(read_chunk)
+_insert = partial(jax.jit, donate_argnums=0)(insert)
+
+
+@partial(jax.jit, static_argnums=0)
+def _fresh(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+    memory = plan.method.memory(state.method)
+    capacity = state.capacity
+    return new_state(plan, params, 1, capacity, state.key, state.stops, memory)
+
+
+def chunks(count: int, capacity: int) -> list[int]:
+    """Chunk widths that read ``count`` tokens: the largest while filled, then the smallest that holds the rest."""
+    widths = [c for c in CHUNKS if c <= capacity] or [capacity]
+    out = []
+    while count > 0:
+        out.append(next((w for w in widths if w >= count), widths[-1]))
+        count -= out[-1]
+    return out
+
+
+def admit(
+    plan: Plan,
+    params: Params,
+    state: DecodeState,
+    slot: int,
+    prompt: Sequence[int],
+    index: int,
+    max_new_tokens: int,
+) -> DecodeState:
+    """Reads a prompt into a slot, from the host. Donates ``state``.
+
+    Args:
+      plan: static.
+      params: ``{"target": ..., ...}``.
+      state: its row ``slot`` is replaced; the others are untouched.
+      slot: 0..B-1.
+      prompt: token ids, at least one. The last one is the first root.
+      index: the prompt's index in the input; with the seed it fixes the row's draws.
+      max_new_tokens: at least 1. The cache or the target's context may end the row earlier.
+
+    Raises:
+      ValueError: an empty prompt, a token outside the vocabulary, or no room for a new token.
+    """
+    ids = np.asarray(prompt, np.int32).reshape(-1)
+    capacity = state.capacity
+    room = min(capacity, plan.config.max_positions)
+    if not ids.size:
+        raise ValueError("prompt must have at least one token")
+    if ids.min() < 0 or ids.max() >= plan.config.vocab_size:
+        raise ValueError(
+            f"prompt has a token outside the vocabulary 0..{plan.config.vocab_size - 1}"
+        )
+    if ids.size >= room:
+        raise ValueError(
+            f"prompt of {ids.size} tokens is longer than the context allows, {room - 1}"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be 1 or above, got {max_new_tokens}")
+    one = _fresh(plan, params, state)
+    at = 0
+    for width in chunks(ids.size - 1, capacity):
+        part = ids[at : min(at + width, ids.size - 1)]
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : part.size] = part
+        one = _read_chunk(plan, params, one, padded, np.asarray([part.size], np.int32))
+        at += part.size
+    known = np.zeros((1, capacity + 1), np.int32)
+    known[0, : ids.size] = ids
+    rows = dataclasses.replace(
+        one.rows,
+        tokens=known,
+        prompt=np.asarray([index], np.int32),
+        start=np.asarray([ids.size], np.int32),
+        limit=np.asarray([min(ids.size + max_new_tokens, room)], np.int32),
+        done=np.zeros((1,), bool),
+    )
+    return _insert(state, np.int32(slot), dataclasses.replace(one, rows=rows))
