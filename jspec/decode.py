@@ -29,15 +29,11 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> tuple[Proposal, D
     """
     proposal, method = plan.method.propose(params, state.method, state.roots)
     room = min(state.capacity, plan.config.max_positions) - 1 - state.cache.length
-    tree = _narrow(proposal.tree, jnp.where(state.rows.done, -1, room))
+    deepest = jnp.where(state.rows.done, -1, room)
+    tree = compact(proposal.tree, proposal.tree.depths <= deepest[:, None])
     passes = state.draft_passes + proposal.passes
     state = dataclasses.replace(state, method=method, draft_passes=passes)
     return proposal._replace(tree=tree), state
-
-
-def _narrow(tree: Tree, deepest: Int[Array, " B"]) -> Tree:
-    fits = ~tree.live | (tree.depths <= deepest[:, None])
-    return lax.cond(fits.all(), lambda: tree, lambda: compact(tree, fits & tree.live))
 
 
 def judge(plan: Plan, tree: Tree, verified: Verified) -> Verdict:

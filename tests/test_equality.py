@@ -1,0 +1,147 @@
+"""The central test: with the same seed every method emits what autoregressive decoding emits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.decode import advance, generate
+from jspec.driver import decode_all, outcome
+from jspec.exactness import first_difference
+from jspec.methods import ar, prompt_lookup, token_recycling
+from jspec.models.transformer import fuse
+from jspec.prefill import admit
+from jspec.sampling import Sampling
+from jspec.state import Plan, new_state
+from tests.drafters import echo, noise
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "top-p": Sampling(temperature=0.8, top_p=0.95),
+    "min-p": Sampling(temperature=0.8, min_p=0.1),
+}
+LENGTHS = (9, 1, 40, 2, 70, 23, 5)  # of prompts: more than slots, so that slots are refilled
+NEW = 40
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model):
+    config, params = tiny_model(eos_ids=(7,))
+    return config, {"target": fuse(config, params)}
+
+
+def prompts(vocab, lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def texts(config, params, method, sampling, batch, queue, **options):
+    options = {"max_new_tokens": NEW, "capacity": 256, "seed": 3} | options
+    done, _ = decode_all(Plan(config, method, sampling), params, queue, batch=batch, **options)
+    return [one.tokens for one in done]
+
+
+def unexcused(config, params, sampling, queue, ours, reference, seed=3):
+    """Differences that no near-tie excuses."""
+    plan = Plan(config, ar(), sampling)
+    found = [
+        first_difference(plan, params, p, a, b, index=i, seed=seed)
+        for i, (p, a, b) in enumerate(zip(queue, ours, reference, strict=True))
+    ]
+    return [d for d in found if d and not d.excused]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    """Autoregressive texts, one prompt at a time, by sampling."""
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    return {
+        name: texts(config, params, ar(), sampling, 1, queue)
+        for name, sampling in SAMPLINGS.items()
+    }
+
+
+CASES = [
+    pytest.param(factory, budget, name, batch, marks=[] if quick else [pytest.mark.slow])
+    for factory in (prompt_lookup, token_recycling)
+    for budget in (1, 4, 16, 64)
+    for name in SAMPLINGS
+    for batch in (1, 5)
+    for quick in [budget in (4, 16) or (budget == 64) == (batch == 5) and name != "min-p"]
+]
+
+
+@pytest.mark.parametrize(("factory", "budget", "name", "batch"), CASES)
+def test_methods_equal_autoregressive_decoding(tiny, reference, factory, budget, name, batch):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    ours = texts(config, params, factory(budget), SAMPLINGS[name], batch, queue)
+    assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_slots_and_neighbours_do_not_matter(tiny, reference, name):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    for batch in (3, 8):
+        assert texts(config, params, ar(), SAMPLINGS[name], batch, queue) == reference[name]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_drafter_that_knows_nothing_changes_nothing(tiny, reference, name):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    method = noise(16, 4, config.vocab_size, taps=(0, 2), top_k=3)
+    assert texts(config, params, method, SAMPLINGS[name], 3, queue) == reference[name]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 15])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_drafter_that_knows_the_answer_is_accepted_whole(tiny, name, depth):
+    config, params = tiny
+    config = dataclasses.replace(config, eos_ids=())
+    [prompt] = prompts(config.vocab_size, [12])
+    plan = Plan(config, ar(), SAMPLINGS[name])
+    [answer], _ = decode_all(plan, params, [prompt], max_new_tokens=120, capacity=256)
+    params = params | {"text": jnp.asarray(prompt + answer.tokens)}
+    plan = Plan(config, echo(16, depth), SAMPLINGS[name])
+    [ours], _ = decode_all(plan, params, [prompt], max_new_tokens=90, capacity=256)
+    assert ours.tokens == answer.tokens[:90]
+    assert set(ours.trace) == {depth + 1}
+    assert ours.rounds == -(-90 // (depth + 1))
+
+
+def test_one_program_and_the_host_loop_agree(tiny, reference):
+    config, params = tiny
+    queue = prompts(config.vocab_size)[:4]
+    plan = Plan(config, token_recycling(16), SAMPLINGS["top-p"])
+
+    def admitted():
+        state = new_state(plan, params, 4, 256, jax.random.key(3))
+        for slot, prompt in enumerate(queue):
+            state = admit(plan, params, state, slot, prompt, slot, NEW)
+        return state
+
+    whole = generate(plan, params, admitted())
+    assert [outcome(whole, i).tokens for i in range(4)] == reference["top-p"][:4]
+    state = admitted()
+    while not state.rows.done.all():
+        state = advance(plan, params, state, 1)
+    for a, b in zip(jax.tree.leaves(whole.rows), jax.tree.leaves(state.rows), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("factory", [prompt_lookup, token_recycling])
+def test_other_architectures(tiny_model, arch, factory):
+    config, params = tiny_model(arch)
+    params = {"target": fuse(config, params)}
+    queue = prompts(config.vocab_size)
+    sampling = SAMPLINGS["top-p"]
+    want = texts(config, params, ar(), sampling, 1, queue)
+    ours = texts(config, params, factory(16), sampling, 3, queue)
+    assert not unexcused(config, params, sampling, queue, ours, want)
