@@ -6,21 +6,17 @@ A tree of static shape is filled from it.
 
 import functools
 import heapq
-from typing import Literal
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from jspec.method import Method, MethodState, Needs, Proposal
 from jspec.tree import RETRIEVED, Tree, compact
 
-Table = Int[Array, "V k"]
 
-
-def token_recycling(
-    budget: int, k: int = 8, depth: int = 8, scope: Literal["prompt", "kept"] = "prompt"
-) -> Method:
+def token_recycling(budget: int, k: int = 8, depth: int = 8, scope: str = "prompt") -> Method:
     """Drafts a static tree whose nodes are the successors that the target gave last.
 
     Args:
@@ -54,7 +50,8 @@ def _token_recycling(budget, k, depth, scope):
         vocab = params["target"]["embed"].shape[0]
         if memory is not None and memory.shape != (vocab, k):
             raise ValueError(f"memory must be a table of shape {(vocab, k)}, got {memory.shape}")
-        table = jnp.full((vocab, k), -1, jnp.int32) if memory is None else jnp.asarray(memory)
+        # A state is donated, so it must not share a buffer with memory.
+        table = jnp.full((vocab, k), -1) if memory is None else jnp.array(memory)
         if scope == "kept":
             return MethodState(shared=table)
         rows = jnp.broadcast_to(table, (batch, vocab, k))
@@ -93,7 +90,7 @@ def _token_recycling(budget, k, depth, scope):
         table = table.at[jnp.arange(table.shape[0])[:, None], at].set(best, mode="drop")
         if scope == "kept":
             return MethodState(shared=table[0])
-        return MethodState(table, state.shared)
+        return MethodState(rows=table, shared=state.shared)
 
     def memory(state):
         return state.shared
@@ -104,7 +101,7 @@ def _token_recycling(budget, k, depth, scope):
 
 def _template(budget, k, depth):
     """The best nodes by the product of their ranks' priors, level by level: parents, ranks, depths, log-scores."""
-    edges = np.log(0.42 / np.arange(1, k + 1) ** 1.6)
+    edges = np.log(0.39 * np.arange(1, k + 1) ** -1.7)
     heap, best = [(0.0, ())], []  # (-log of the product, ranks from the root)
     while heap and len(best) < budget:
         cost, path = heapq.heappop(heap)
@@ -117,24 +114,29 @@ def _template(budget, k, depth):
     index = {path: node for node, path in enumerate(paths)}
     parents = [index.get(path[:-1], -1) if path else -1 for path in paths]
     ranks = [path[-1] if path else 0 for path in paths]
-    return (
-        *(np.array(x, np.int32) for x in (parents, ranks, depths)),
-        -np.array(costs, np.float32),
-    )
+    integers = (np.array(x, np.int32) for x in (parents, ranks, depths))
+    return *integers, -np.array(costs, np.float32)
 
 
-def seed_table(tokens, vocab: int, k: int = 8) -> np.ndarray:
-    """A table from text: the most frequent successors of each token, on the host.
+def seed_table(
+    tokens: Sequence[int] | Int[np.ndarray, " n"], vocab: int, k: int = 8
+) -> Int[np.ndarray, "V k"]:
+    """A table from text, to be used as memory: the most frequent successors of each token.
 
     Args:
-      tokens: i32[n], the text.
+      tokens: the text.
       vocab: V.
       k: successors kept; of equal counts the lower token first.
 
     Returns:
       i32[V, k], -1 where the text shows no more successors.
+
+    Raises:
+      ValueError: a token outside the vocabulary.
     """
     tokens = np.asarray(tokens, np.int64)
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab:
+        raise ValueError(f"tokens must be in 0..{vocab - 1}")
     pairs, counts = np.unique(tokens[:-1] * vocab + tokens[1:], return_counts=True)
     first, second = pairs // vocab, pairs % vocab
     order = np.lexsort((second, -counts, first))
