@@ -1,3 +1,138 @@
-"""Tree-based speculative decoding as pure functions in JAX."""
+"""Tree-based speculative decoding as pure functions in JAX.
+
+From text to text: ``load``, ``generate_text``. The steps of a round: ``propose``, ``verify``, ``judge``, ``commit``,
+``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
+``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``, or a ``Method`` of your own.
+"""
 
 __version__ = "0.1.0"
+
+from jspec.acceptance import accept
+from jspec.benches import Prompt, load_bench, read_prompts, user_turn
+from jspec.comparison import Comparison
+from jspec.decode import (
+    absorb,
+    advance,
+    commit,
+    decode_round,
+    generate,
+    judge,
+    observe,
+    propose,
+)
+from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
+from jspec.exactness import Difference, first_difference
+from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
+from jspec.methods import ar, prompt_lookup, seed_table, token_recycling
+from jspec.models.fetch import FetchError
+from jspec.models.load import Target
+from jspec.models.load import load_target as load
+from jspec.picture import draw_svg, draw_text
+from jspec.prefill import admit
+from jspec.sampling import Sampling
+from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state
+from jspec.stopping import stop_table
+from jspec.text import (
+    Answer,
+    default_method,
+    encode_prompt,
+    generate_text,
+    shown_text,
+    target_stops,
+)
+from jspec.tree import (
+    HEAD,
+    RETRIEVED,
+    SOURCES,
+    Frontier,
+    Tree,
+    ancestors,
+    assemble,
+    compact,
+    from_paths,
+    grow,
+    merge,
+    pack_bits,
+    positions,
+    root_only,
+    select,
+    unpack_bits,
+    visibility,
+)
+from jspec.verification import Verified, row_bucket, verify
+
+__all__ = [
+    "HEAD",
+    "RETRIEVED",
+    "SOURCES",
+    "Answer",
+    "Comparison",
+    "DecodeState",
+    "Difference",
+    "Event",
+    "FetchError",
+    "Finished",
+    "Frontier",
+    "KVCache",
+    "Memory",
+    "Method",
+    "MethodState",
+    "Needs",
+    "Params",
+    "Plan",
+    "Prompt",
+    "Proposal",
+    "Rows",
+    "Sampling",
+    "Stream",
+    "Target",
+    "Tree",
+    "Verdict",
+    "Verified",
+    "absorb",
+    "accept",
+    "admit",
+    "advance",
+    "ancestors",
+    "ar",
+    "assemble",
+    "capacity_for",
+    "commit",
+    "compact",
+    "decode_all",
+    "decode_round",
+    "default_method",
+    "draw_svg",
+    "draw_text",
+    "encode_prompt",
+    "first_difference",
+    "from_paths",
+    "generate",
+    "generate_text",
+    "grow",
+    "judge",
+    "load",
+    "load_bench",
+    "merge",
+    "new_state",
+    "observe",
+    "outcome",
+    "pack_bits",
+    "positions",
+    "prompt_lookup",
+    "propose",
+    "read_prompts",
+    "root_only",
+    "row_bucket",
+    "seed_table",
+    "select",
+    "shown_text",
+    "stop_table",
+    "stream",
+    "target_stops",
+    "token_recycling",
+    "unpack_bits",
+    "user_turn",
+    "verify",
+    "visibility",
+]

@@ -18,6 +18,7 @@ class Prompt:
     id: str
     messages: tuple[Message, ...] = ()
     text: str | None = None
+    where: str = dataclasses.field(default="", compare=False)  # it was read: file and line
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt's token ids.
@@ -135,10 +136,12 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
-            prompts.append(_parse(json.loads(line), number))
+            prompt = _parse(json.loads(line), number)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
+        prompts.append(dataclasses.replace(prompt, where=where))
     if not prompts:
         raise ValueError(f"{path} has no prompts")
     return prompts

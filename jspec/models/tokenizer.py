@@ -29,6 +29,7 @@ class Tokenizer:
       eos_ids: the tokens that end a generation: those of generation_config.json, else of
         config.json, else the tokenizer's own end token.
       vocab_size: one more than the largest token id (the model's may be padded beyond it).
+      bos_id: the token that begins a text, where the tokenizer names one.
     """
 
     def __init__(
@@ -46,6 +47,12 @@ class Tokenizer:
         self._template = None
         self.eos_ids = eos_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.bos_id = backend.token_to_id(self._special_tokens.get("bos_token", ""))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``chat`` works."""
+        return self._chat_template is not None
 
     @classmethod
     def from_dir(cls, folder: Path) -> "Tokenizer":

@@ -1,0 +1,78 @@
+"""Which accelerator is used, what it is called, and where its compiled programs are kept."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from jspec.models.fetch import cache_dir
+
+Accel = Literal["auto", "cpu", "gpu", "tpu"]
+
+
+def pick_accelerator(accel: Accel) -> None:
+    """Makes JAX use an accelerator; to be called before its first computation. "auto" leaves the choice to JAX.
+
+    Raises:
+      ValueError: it isn't there.
+    """
+    before = jax.config.jax_platforms
+    platforms = {"auto": [before], "gpu": ["cuda", "rocm"]}  # "gpu" alone would ask JAX for both
+    for name in platforms.get(accel, [accel]):
+        jax.config.update("jax_platforms", name)
+        try:
+            if accel in ("auto", jax.default_backend()):
+                jax.devices()
+                return
+        except (RuntimeError, AssertionError):  # JAX asserts where no GPU is visible
+            pass
+    jax.config.update("jax_platforms", before)
+    if accel == "auto":
+        raise ValueError(f"JAX finds no {before} here: JAX_PLATFORMS should be unset, or cpu")
+    raise ValueError(
+        f"JAX finds no {accel} here: use --accel cpu, or install JAX for it (jspec[cuda], jspec[tpu])"
+    )
+
+
+def keep_compilations() -> None:
+    """Keeps compiled programs in the user's cache, so that the next start only loads them.
+
+    Does nothing where a cache of compilations is already set, or where the user's cannot be written.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = cache_dir() / "xla"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def default_dtype() -> DTypeLike:
+    """fp32 on a CPU, where bf16 products are slow; bf16 elsewhere."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def device_name() -> str:
+    """What computes: the CPU's model and the cores that this process may use, or the accelerators."""
+    devices = jax.devices()
+    if devices[0].platform != "cpu":
+        return f"{len(devices)} x {devices[0].device_kind}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_model()}, {cores} cores"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

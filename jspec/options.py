@@ -1,0 +1,156 @@
+"""The options of ``python -m jspec.run``, and how they are read from the command line and from YAML."""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import jsonargparse
+
+from jspec.benches import BENCHES
+from jspec.device import Accel
+from jspec.models.load import DEFAULT_TARGET
+
+Switch = Literal["on", "off"]
+Dtype = Literal["auto", "fp32", "bf16"]
+Attention = Literal["auto", "xla", "pallas"]
+ONE_DEVICE = "data=1,model=1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to decode, with what, and what to write about it; each field's annotation is its help.
+
+    Raises:
+      ValueError: an option out of range, one that asks for what is not there yet, or two that exclude each other.
+    """
+
+    accel: Annotated[Accel, "where to run"] = "auto"
+    target: Annotated[str, f"{DEFAULT_TARGET}, a directory, a .gguf file or a hub id"] = (
+        DEFAULT_TARGET
+    )
+    dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
+    attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
+    mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
+    method: Annotated[str, "who drafts: ar, prompt_lookup or token_recycling"] = "prompt_lookup"
+    head: Annotated[str | None, "a draft head: not there yet"] = None
+    budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
+    depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
+    width: Annotated[
+        int | None,
+        "matches of prompt_lookup, successors of token_recycling; default: the method's",
+    ] = None
+    smart: Annotated[Switch, "on: not there yet"] = "off"
+    graft: Annotated[Switch, "on: not there yet"] = "off"
+    temperature: Annotated[float, "0: always the likeliest token"] = 0.0
+    top_p: Annotated[float, "in (0, 1]; 1 is off"] = 1.0
+    top_k: Annotated[int, "0 is off"] = 0
+    min_p: Annotated[float, "in [0, 1]; 0 is off"] = 0.0
+    seed: Annotated[int, "of the draws"] = 0
+    max_new_tokens: Annotated[int, "of each answer"] = 128
+    stop: Annotated[tuple[str, ...], "texts that end an answer"] = ()
+    batch: Annotated[int, "prompts decoded at a time"] = 1
+    prompt: Annotated[tuple[str, ...], "prompts, each a user's message"] = ()
+    prompts: Annotated[
+        str | None,
+        'JSON lines, each {"id", "prompt"}, {"id", "messages"} or {"id", "text"} (raw)',
+    ] = None
+    bench: Annotated[str | None, f"the prompts of {', '.join(BENCHES)}"] = None
+    limit: Annotated[int | None, "only the first so many prompts"] = None
+    baseline: Annotated[bool, "decode autoregressively too, and compare"] = True
+    json: Annotated[str | None, "write the report there"] = None
+    tree: Annotated[bool, "draw the trees of the first rounds"] = False
+    profile: Annotated[bool, "run and time the steps of a round one by one"] = False
+
+    def __post_init__(self):
+        at_least = {"max_new_tokens": 1, "batch": 1, "limit": 1, "depth": 1, "width": 1, "seed": 0}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{_flag(name)} must be {least} or above, got {value}")
+        if self.seed >= 1 << 32:
+            raise ValueError(f"--seed must be below 2**32, got {self.seed}")
+        if "" in self.stop:
+            raise ValueError("--stop must not be empty: it would end every answer at once")
+        if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
+            raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
+        only = {"head": None, "smart": "off", "graft": "off", "mesh": ONE_DEVICE}
+        for name, there in only.items():
+            if getattr(self, name) != there:
+                now = "leave it out" if there is None else f"use {there}"
+                raise ValueError(f"{_flag(name)} {getattr(self, name)} is not there yet: {now}")
+        if self.attention == "pallas":
+            raise ValueError("--attention pallas is not there yet: use auto or xla")
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
+        raise ValueError(_one_line(message))
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """The options on a command line; with ``--config FILE.yaml`` those in the file, where the line does not override.
+
+    Raises:
+      ValueError: an unknown option or a value of another type; or what ``Options`` refuses.
+    """
+    parser = _Parser(
+        prog="python -m jspec.run",
+        description="Decodes prompts with tree-based speculative decoding.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="options in YAML")
+    for field in dataclasses.fields(Options):
+        _add(parser, field)
+    chosen = parser.parse_args(argv)
+    values = {}
+    for field in dataclasses.fields(Options):
+        value = chosen[field.name]
+        if typing.get_args(field.type)[0] is Switch and isinstance(value, bool):
+            value = "on" if value else "off"  # what YAML makes of them
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return Options(**values)
+
+
+def _add(parser: _Parser, field: dataclasses.Field) -> None:
+    kind, help = typing.get_args(field.type)
+    keywords: dict[str, Any] = {"help": help, "default": field.default}
+    if kind is bool:
+        keywords["action"] = jsonargparse.ActionYesNo(no_prefix="no-")
+    elif typing.get_origin(kind) is tuple:
+        keywords |= {"type": str, "nargs": "+", "metavar": "TEXT"}
+    elif isinstance(kind, types.UnionType):  # X | None
+        keywords["type"] = typing.get_args(kind)[0]
+    elif kind is Switch:
+        keywords |= {"type": Literal["on", "off", True, False], "metavar": "{on,off}"}
+    else:
+        keywords["type"] = kind
+    parser.add_argument(_flag(field.name), **keywords)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+_KINDS = {
+    "<class 'bool'>": "on or off",
+    "<class 'int'>": "a whole number",
+    "<class 'float'>": "a number",
+    "<class 'str'>": "text",
+}
+
+
+def _one_line(message: str) -> str:
+    """jsonargparse's message, in one line and in the words of the command line."""
+    line = " ".join(message.split())
+    if "does not support item assignment" in line:
+        return "in a config file, prompt and stop must be lists"
+    if key := re.fullmatch(r'Parser key "(\w+)":? (.*)', line):
+        line = f"{_flag(key[1])}: {key[2]}"
+    if kind := re.fullmatch(r"(.*) Expected a (.*)\. Got value: (.*)", line):
+        choices = ", ".join(re.findall(r"'([^']+)'", kind[2]))
+        wanted = _KINDS.get(kind[2]) or f"one of {choices}"
+        line = f"{kind[1]} expected {wanted}, got {kind[3]}"
+    return line

@@ -1,0 +1,271 @@
+"""``python -m jspec.run``: decodes prompts, streams the text, and says how fast and how exact it was."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.text import Text
+
+from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
+from jspec.comparison import Comparison
+from jspec.decode import absorb, commit, judge, observe, propose
+from jspec.device import default_dtype, keep_compilations, pick_accelerator
+from jspec.driver import Event
+from jspec.method import Method
+from jspec.methods import ar, prompt_lookup, token_recycling
+from jspec.models.load import Target, load_target
+from jspec.options import Options, parse
+from jspec.picture import draw_text
+from jspec.prefill import admit
+from jspec.report import (
+    check_writable,
+    describe_run,
+    print_report,
+    summarize,
+    summarize_prompt,
+    write_json,
+)
+from jspec.sampling import Sampling
+from jspec.state import MAX_BUDGET, Plan, capacity_for, new_state
+from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target_stops
+from jspec.verification import verify
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+DRAWN_ROUNDS = 3  # of --tree
+
+
+class Factory(NamedTuple):
+    """How the command line makes a method: its default budget, and what it calls --depth and --width."""
+
+    make: Callable[..., Method]
+    budget: int
+    names: dict[str, str]
+
+
+def _ar(budget: int) -> Method:
+    if budget != 1:
+        raise ValueError(f"--method ar has budget 1, got {budget}")
+    return ar()
+
+
+METHODS = {
+    "ar": Factory(_ar, 1, {}),
+    "prompt_lookup": Factory(prompt_lookup, DEFAULT_BUDGET, {"depth": "depth", "width": "matches"}),
+    "token_recycling": Factory(token_recycling, DEFAULT_BUDGET, {"depth": "depth", "width": "k"}),
+}
+
+
+class Job(NamedTuple):
+    """All that a run needs, found to be in order."""
+
+    options: Options
+    target: Target
+    plan: Plan
+    prompts: list[Prompt]
+    ids: list[list[int]]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What the steps take."""
+        return {"target": self.target.params}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status: 0, 2 for a wrong argument, 130 when interrupted."""
+    try:
+        try:
+            job = prepare(parse(argv))
+        except ValueError as error:
+            print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        decode(job, Console())
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def prepare(options: Options) -> Job:
+    """Checks everything that can be wrong, cheap things first; loads the target.
+
+    Raises:
+      ValueError: something is wrong.
+    """
+    if options.json is not None:
+        check_writable(Path(options.json))
+    method = make_method(options)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    prompts = read_all(options)
+    pick_accelerator(options.accel)
+    keep_compilations()
+    dtype = default_dtype() if options.dtype == "auto" else DTYPES[options.dtype]
+    target = load_target(options.target, dtype)
+    attention = None if options.attention == "auto" else options.attention
+    plan = Plan(target.config, method, sampling, attention=attention)
+    ids = [encode_prompt(target, prompt) for prompt in prompts]
+    capacity_for(plan, max(map(len, ids)) + options.max_new_tokens)
+    return Job(options, target, plan, prompts, ids)
+
+
+def make_method(options: Options) -> Method:
+    """The method that the options name.
+
+    Raises:
+      ValueError: there is none of that name, or it does not take an option's value.
+    """
+    if options.method not in METHODS:
+        raise ValueError(f"no method {options.method!r}: there are {', '.join(METHODS)}")
+    make, budget, names = METHODS[options.method]
+    budget = budget if options.budget is None else options.budget
+    if not 1 <= budget <= MAX_BUDGET:
+        raise ValueError(f"--budget must be in 1..{MAX_BUDGET}, got {budget}")
+    given = {name: getattr(options, name) for name in ("depth", "width")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if unknown := given.keys() - names.keys():
+        raise ValueError(f"--method {options.method} has no {min(unknown)}: leave it out")
+    return make(budget, **{names[name]: value for name, value in given.items()})
+
+
+def read_all(options: Options) -> list[Prompt]:
+    """The prompts that the options ask for.
+
+    Raises:
+      ValueError: a bench that isn't there, or a file that cannot be read.
+    """
+    if options.bench is not None:
+        return load_bench(options.bench, options.limit)
+    if options.prompts is not None:
+        prompts = read_prompts(options.prompts)
+    elif options.prompt:
+        prompts = [user_turn(str(number), text) for number, text in enumerate(options.prompt, 1)]
+    else:
+        prompts = list(BUILT_IN)
+    return prompts[: options.limit]
+
+
+def decode(job: Job, console: Console) -> None:
+    """Decodes, streams the text, prints the tables and writes the report."""
+    options = job.options
+    stops = target_stops(job.target, options.stop)
+    if options.tree:
+        draw_rounds(job, stops, console)
+    run = Comparison(
+        job.plan,
+        job.params,
+        job.ids,
+        max_new_tokens=options.max_new_tokens,
+        baseline=options.baseline,
+        batch=options.batch,
+        seed=options.seed,
+        stops=stops,
+        profile=options.profile,
+    )
+    screen = Screen(job, console)
+    for event in run:
+        screen.show(event)
+    report = make_report(job, run)
+    print_report(report, console)
+    if options.json is not None:
+        write_json(Path(options.json), report)
+
+
+class Screen:
+    """Answers as they come: token by token, or in a batch each when it is complete."""
+
+    def __init__(self, job: Job, console: Console):
+        self._job, self._console = job, console
+        self._typists: dict[int, Typist] = {}
+
+    def show(self, event: Event) -> None:
+        """Prints what an event adds."""
+        job, last = self._job, event.finished is not None
+        alone = job.options.batch == 1
+        if event.index not in self._typists:
+            self._typists[event.index] = Typist(job.target, job.options.stop)
+            if alone:
+                self._head(job.prompts[event.index])
+        typist = self._typists[event.index]
+        fresh = typist.add(event.tokens, last)
+        if alone:
+            self._console.out(fresh, end="\n" if last else "", highlight=False)
+        elif last:
+            self._head(job.prompts[event.index])
+            self._console.out(typist.text, highlight=False)
+
+    def _head(self, prompt: Prompt) -> None:
+        asked = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+        line = Text.assemble("\n", (prompt.id, "bold"), "  ", (" ".join(asked.split()), "dim"))
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
+
+
+def draw_rounds(job: Job, stops: jax.Array, console: Console) -> None:
+    """Draws the trees of the first prompt's first rounds, from the steps of a round."""
+    plan, options, prompt = job.plan, job.options, job.ids[0]
+    capacity = capacity_for(plan, len(prompt) + options.max_new_tokens)
+    state = new_state(plan, job.params, 1, capacity, jax.random.key(options.seed), stops)
+    state = admit(plan, job.params, state, 0, prompt, 0, options.max_new_tokens)
+
+    def word(token):
+        return job.target.tokenizer.decode([token], skip_special=False)
+
+    console.print(Text(f"the first rounds of prompt {job.prompts[0].id!r}", "bold"))
+    for _ in range(DRAWN_ROUNDS):
+        if state.rows.done[0]:
+            break
+        verdict, state = _round(plan, job.params, state)
+        console.out(draw_text(verdict.tree, 0, word, verdict.path[0]), highlight=False)
+        bonus = verdict.tokens[0, verdict.path[0, verdict.count[0] - 1]]
+        console.out(f"then {word(int(bonus))!r}\n", highlight=False)
+
+
+@partial(jax.jit, static_argnums=0)
+def _round(plan, params, state):
+    proposal, state = propose(plan, params, state)
+    verified = verify(plan, params, state, proposal.tree)
+    verdict = judge(plan, proposal.tree, verified)
+    state, kept = commit(plan, state, verified, verdict)
+    state = absorb(plan, params, state, verdict, kept)
+    return verdict, observe(plan, params, state, verdict)
+
+
+def make_report(job: Job, run: Comparison) -> dict[str, Any]:
+    """What --json writes."""
+    options, compared = job.options, run.reference is not None
+    differences = run.differences or [None] * len(job.prompts)
+    dtype = jax.tree.leaves(job.target.params)[0].dtype
+    return describe_run() | {
+        "target": job.target.name,
+        "target_fingerprint": job.target.fingerprint,
+        "method": options.method,
+        "head": None,
+        "head_fingerprint": None,
+        "budget": job.plan.method.budget,
+        "smart": False,
+        "graft": False,
+        "dtype": next(name for name, kind in DTYPES.items() if kind == dtype),
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "batch": options.batch,
+        "results": [
+            summarize_prompt(
+                prompt.id,
+                shown_text(job.target, one.tokens, options.stop),
+                one,
+                difference,
+                compared,
+            )
+            for prompt, one, difference in zip(job.prompts, run.ours.outcomes, differences)
+        ],
+        "summary": summarize(run),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Text in, text out: prompts to ids, tokens to what a reader is shown, and ``generate_text``."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from jspec.attention import Implementation
+from jspec.benches import Prompt, user_turn
+from jspec.driver import Finished, decode_all
+from jspec.method import Memory, Method
+from jspec.methods import prompt_lookup
+from jspec.models.load import Target
+from jspec.models.tokenizer import Message
+from jspec.sampling import Sampling
+from jspec.state import Plan
+from jspec.stopping import cut_at, stop_table
+
+DEFAULT_BUDGET = 4  # of the default method: the best of 4..16 on two cores (experiments/baselines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One prompt's answer.
+
+    Attributes:
+      id: of the prompt.
+      text: what the target wrote, without its end token and from no stop string on.
+      finished: its tokens and the counts of its rounds.
+    """
+
+    id: str
+    text: str
+    finished: Finished
+
+
+def default_method() -> Method:
+    """The best shipped method that needs no training."""
+    return prompt_lookup(DEFAULT_BUDGET)
+
+
+def generate_text(
+    target: Target,
+    prompts: str | Prompt | Sequence[str | Prompt | Message | Sequence[Message]],
+    method: Method | None = None,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = 128,
+    stop: str | Sequence[str] = (),
+    batch: int = 1,
+    memory: Memory = None,
+    attention: Implementation | None = None,
+) -> list[Answer]:
+    """Answers prompts with a target and a method: the target's own text, whatever the method.
+
+    Args:
+      target: of ``jspec.load``.
+      prompts: one prompt or a sequence of them. A prompt is a user's message, a list of messages
+        ``{"role", "content"}``, or a ``Prompt``, which can hold raw text too.
+      method: who drafts; default: ``default_method()``.
+      temperature: 0 takes the likeliest token.
+      top_p: see ``Sampling``, as for the other filters.
+      top_k: 0 is off.
+      min_p: 0 is off.
+      seed: of the draws; a prompt's answer depends on it and on the prompt's place in ``prompts``.
+      max_new_tokens: of each answer, its end token included.
+      stop: strings that end an answer; they are not part of it.
+      batch: how many prompts are decoded at a time.
+      memory: what the method kept from earlier requests.
+      attention: implementation of ``tree_attention``; None picks for the platform.
+
+    Returns:
+      The answers in the prompts' order.
+
+    Raises:
+      ValueError: an argument out of range, or a prompt that does not fit the target's context.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    plan = Plan(target.config, method or default_method(), sampling, attention=attention)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    asked = _as_prompts(prompts)
+    done, _ = decode_all(
+        plan,
+        {"target": target.params},
+        [encode_prompt(target, prompt) for prompt in asked],
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        seed=seed,
+        stops=target_stops(target, stop),
+        memory=memory,
+    )
+    return [Answer(p.id, shown_text(target, x.tokens, stop), x) for p, x in zip(asked, done)]
+
+
+def _as_prompts(prompts) -> list[Prompt]:
+    """A list of prompts, whichever way they were given."""
+    single = isinstance(prompts, str | Prompt) or (prompts and isinstance(prompts[0], dict))
+    out = []
+    for number, prompt in enumerate([prompts] if single else prompts, 1):
+        if isinstance(prompt, str):
+            prompt = user_turn(str(number), prompt)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt(str(number), messages=tuple(prompt))
+        out.append(prompt)
+    return out
+
+
+def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
+    """A prompt's token ids, at least one.
+
+    A text without any is the target's begin token (else its end token). A lone user turn is raw text to a target that
+    has no chat template.
+
+    Raises:
+      ValueError: a prompt that leaves the target's context no room for an answer, or a conversation that its chat
+        template refuses.
+    """
+    name = f"prompt {prompt.id!r}" + (f" ({prompt.where})" if prompt.where else "")
+    tokenizer, room = target.tokenizer, target.config.max_positions - 1
+    lone = [m["role"] for m in prompt.messages] == ["user"]
+    try:
+        if lone and not tokenizer.has_chat_template:
+            ids = tokenizer.encode(prompt.messages[0]["content"])
+        else:
+            ids = prompt.encode(tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if len(ids) > room:
+        raise ValueError(f"{name} has {len(ids)} tokens, the target's context takes at most {room}")
+    first = (tokenizer.bos_id, *tokenizer.eos_ids, 0)
+    return ids or [next(i for i in first if i is not None)]
+
+
+def target_stops(target: Target, stop: Sequence[str] = ()) -> Int32[np.ndarray, "S V"]:
+    """The automaton that ends a row at the target's end tokens and at stop strings.
+
+    Raises:
+      ValueError: an empty stop string.
+    """
+    config = target.config
+    ids = [i for i in config.eos_ids if i < config.vocab_size]
+    return stop_table(
+        config.vocab_size, ids, stop, target.tokenizer.token_bytes() if stop else None
+    )
+
+
+def shown_text(target: Target, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """The text of an answer's tokens: no end token, no special ones, nothing from a stop string on."""
+    if tokens and tokens[-1] in target.config.eos_ids:
+        tokens = tokens[:-1]
+    return cut_at(target.tokenizer.decode(tokens), stop)
+
+
+class Typist:
+    """Gives out an answer's text while its tokens come, each piece once, and none that may still change.
+
+    Attributes:
+      text: all that was given out.
+    """
+
+    def __init__(self, target: Target, stop: Sequence[str] = ()):
+        self._target, self._stop, self._tokens = target, stop, []
+        self.text = ""
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that further tokens settle; with ``last`` all of the rest.
+
+        Held back are half a character's bytes and what may turn out to begin a stop string.
+        """
+        self._tokens += tokens
+        text = shown_text(self._target, self._tokens, self._stop)
+        if not last:
+            text = text.rstrip("\ufffd")
+            text = text[: len(text) - max((_overlap(text, s) for s in self._stop), default=0)]
+        fresh = text[len(self.text) :]
+        self.text += fresh
+        return fresh
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text that are the beginning of a stop string."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
