@@ -15,6 +15,11 @@ from jaxtyping import Int
 from jspec.method import Method, MethodState, Needs, Proposal
 from jspec.tree import RETRIEVED, Tree, compact
 
+# The chance that the successor of rank r = 1, 2, ... is the next token is about _PRIOR * r ** _DECAY: fitted to replays
+# of SmolLM2-135M-Instruct on the four benches, where it is .39, .11, .06, .04, .02, .02, .01, .02.
+_PRIOR = 0.39
+_DECAY = -1.7
+
 
 def token_recycling(budget: int, k: int = 8, depth: int = 8, scope: str = "prompt") -> Method:
     """Drafts a static tree whose nodes are the successors that the target gave last.
@@ -101,7 +106,7 @@ def _token_recycling(budget, k, depth, scope):
 
 def _template(budget, k, depth):
     """The best nodes by the product of their ranks' priors, level by level: parents, ranks, depths, log-scores."""
-    edges = np.log(0.39 * np.arange(1, k + 1) ** -1.7)
+    edges = np.log(_PRIOR * np.arange(1, k + 1) ** _DECAY)
     heap, best = [(0.0, ())], []  # (-log of the product, ranks from the root)
     while heap and len(best) < budget:
         cost, path = heapq.heappop(heap)
