@@ -56,7 +56,7 @@ def _token_recycling(budget, k, depth, scope):
         if memory is not None and memory.shape != (vocab, k):
             raise ValueError(f"memory must be a table of shape {(vocab, k)}, got {memory.shape}")
         # A state is donated, so it must not share a buffer with memory.
-        table = jnp.full((vocab, k), -1) if memory is None else jnp.array(memory)
+        table = jnp.full((vocab, k), -1, jnp.int32) if memory is None else jnp.array(memory)
         if scope == "kept":
             return MethodState(shared=table)
         rows = jnp.broadcast_to(table, (batch, vocab, k))

@@ -182,8 +182,9 @@ def test_seed_table_counts_successors():
     assert (seed_table([3], 8) == -1).all() and (seed_table([], 8) == -1).all()
 
 
-def test_compiles_once():
-    method = token_recycling(16, 4)
+@pytest.mark.parametrize("scope", ["prompt", "kept"])
+def test_compiles_once(scope):
+    method = token_recycling(16, 4, scope=scope)
     observe = jax.jit(chex.assert_max_traces(method.observe, n=1))
     propose = jax.jit(chex.assert_max_traces(method.propose, n=1))
     state = method.init(PARAMS, 3, 32, None)
@@ -191,7 +192,7 @@ def test_compiles_once():
     for _ in range(3):
         state = observe(PARAMS, state, random_verdict(rng, 3, 6, 4))
         _, state = propose(PARAMS, state, jnp.asarray(rng.integers(0, VOCAB, 3), jnp.int32))
-    assert token_recycling(budget=16, k=4, depth=8) is method
+    assert token_recycling(budget=16, k=4, depth=8, scope=scope) is method
 
 
 def test_refuses_bad_arguments():
