@@ -184,6 +184,7 @@ def test_seed_table_counts_successors():
 
 @pytest.mark.parametrize("scope", ["prompt", "kept"])
 def test_compiles_once(scope):
+    chex.clear_trace_counter()
     method = token_recycling(16, 4, scope=scope)
     observe = jax.jit(chex.assert_max_traces(method.observe, n=1))
     propose = jax.jit(chex.assert_max_traces(method.propose, n=1))
