@@ -139,14 +139,15 @@ def write_rows(
     """Appends the key/value rows of nodes ``path[:count]`` to each row of the cache; nothing else is written.
 
     Args:
-      cache: at least P rows of capacity.
+      cache: appended to.
       keys: the nodes' own, [B, N, kh, hd], one array a layer.
       values: likewise.
       path: node ids, read up to ``count``.
       count: rows to append; what does not fit is dropped.
     """
-    batch, most = path.shape
     capacity = cache.keys[0].shape[2]
+    path = path[:, :capacity]
+    batch, most = path.shape
     # A block of P rows is read, blended and written back: an in-place update, where a scatter would run row by row.
     start = jnp.minimum(cache.length, capacity - most)
     step = jnp.arange(most) - (cache.length - start)[:, None]  # which path entry stands where

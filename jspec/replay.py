@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.decode import absorb, emit, judge, observe, propose
 from jspec.driver import Finished, Stream, outcome

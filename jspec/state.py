@@ -9,6 +9,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.attention import Implementation
@@ -147,7 +148,7 @@ def new_state(
     batch: int,
     capacity: int,
     key: Key[Array, ""],
-    stops: Int[Array, "states V"] | None = None,
+    stops: Int[Array | np.ndarray, "states V"] | None = None,
     memory: Memory = None,
 ) -> DecodeState:
     """A state of ``batch`` empty slots, all done.

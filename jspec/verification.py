@@ -62,6 +62,7 @@ def run_rows(
     ``drawing=False`` skips the draw (``tokens`` are zeros), and the output head where no top tokens are asked for.
     """
     needs, cache, target = plan.method.needs, state.cache, params["target"]
+    rows = min(rows, tree.batch * tree.budget)  # trees may be narrower than the method's budget
     packs = packing(tree.size, tree.budget, rows)
     seen = packs.at.shape[1]
     visible = visibility(tree)[:, :seen, : math.ceil(seen / 32)]
