@@ -1,0 +1,215 @@
+"""The training-free drafters on the default target: acceptance length, and speed against autoregressive decoding.
+
+    python -m experiments.baselines.run acceptance    # prompt_lookup by replay, token_recycling by decoding
+    python -m experiments.baselines.run speed         # on a quiet machine: alternating with ar in one process
+    python -m experiments.baselines.run report        # tables and figure from results.jsonl
+
+Greedy. Results are appended to ``results.jsonl`` one cell at a time, and cells that are there are not made again.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from jspec.benches import load_bench, user_turn
+from jspec.device import device_name
+from jspec.driver import decode_all
+from jspec.methods import ar, prompt_lookup, token_recycling
+from jspec.models.load import load_target
+from jspec.replay import record, replay
+from jspec.report import markdown_table, ratio_interval
+from jspec.state import Plan
+
+HERE = Path(__file__).parent
+LOG = HERE / "results.jsonl"
+BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
+BUDGETS = (4, 8, 16, 32, 64)
+SPEED_BUDGETS = (4, 16, 64)
+NEW = 128
+PASSAGE = (
+    "def area(shapes):\n    total = 0\n    for shape in shapes:\n        if shape.kind == 'circle':\n"
+    "            total += 3.14159 * shape.radius * shape.radius\n        elif shape.kind == 'square':\n"
+    "            total += shape.side * shape.side\n        elif shape.kind == 'rectangle':\n"
+    "            total += shape.width * shape.height\n    return total\n"
+)
+COPYING = (  # text that repeats itself: the answer is mostly in the prompt
+    f"Repeat this code exactly, changing nothing:\n\n{PASSAGE}",
+    f"Rename the function to total_area and print all of the code again:\n\n{PASSAGE}",
+    f"Add a one-line docstring to this function and print all of the code:\n\n{PASSAGE}",
+    "Count from 1 to 60, one number on each line.",
+    "Write the sentence 'All work and no play makes Jack a dull boy.' ten times.",
+)
+
+
+def bench(name, count):
+    if name == "repetitive":
+        return [user_turn(f"repetitive/{i}", text) for i, text in enumerate(COPYING[:count])]
+    return load_bench(name, count)
+
+
+class Log:
+    """Finished cells, by their keys."""
+
+    def __init__(self):
+        self.rows = [json.loads(x) for x in LOG.read_text().splitlines()] if LOG.exists() else []
+
+    def has(self, **keys):
+        return any(keys.items() <= row.items() for row in self.rows)
+
+    def add(self, **row):
+        self.rows.append(row)
+        with LOG.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps({k: v for k, v in row.items() if not isinstance(v, list)}), flush=True)
+
+
+def acceptance(target, log):
+    params = {"target": target.params}
+    for name in BENCHES:
+        prompts = [p.encode(target.tokenizer) for p in bench(name, 40)]
+        deepest = Plan(target.config, prompt_lookup(BUDGETS[-1]))
+        recordings = None
+        for budget in BUDGETS:
+            keys = {
+                "part": "acceptance",
+                "method": "prompt_lookup",
+                "bench": name,
+                "budget": budget,
+            }
+            if log.has(**keys):
+                continue
+            if recordings is None:
+                recordings = record(deepest, params, prompts, max_new_tokens=NEW, batch=8)
+            plan = Plan(target.config, prompt_lookup(budget))
+            log.add(**keys, **counts(replay(plan, params, recordings, max_new_tokens=NEW)))
+        for budget in BUDGETS:
+            for scope in ("prompt", "kept"):
+                method = "token_recycling " + ("cold" if scope == "prompt" else "kept")
+                keys = {"part": "acceptance", "method": method, "bench": name, "budget": budget}
+                if log.has(**keys):
+                    continue
+                plan = Plan(target.config, token_recycling(budget, scope=scope))
+                done, _ = decode_all(plan, params, prompts[:10], max_new_tokens=NEW)
+                log.add(**keys, **counts(done))
+
+
+def counts(done):
+    return {"emitted": [one.emitted for one in done], "rounds": [one.rounds for one in done]}
+
+
+def speed(target, log):
+    """Alternates ar and the methods prompt by prompt, each compiled beforehand."""
+    params = {"target": target.params}
+    makers = {"prompt_lookup": prompt_lookup, "token_recycling cold": token_recycling}
+    cells = [(name, budget) for name in makers for budget in SPEED_BUDGETS]
+    plans = {("ar", 1): Plan(target.config, ar())}
+    plans |= {cell: Plan(target.config, makers[cell[0]](cell[1])) for cell in cells}
+    for name in (*BENCHES, "repetitive"):
+        for number, prompt in enumerate(bench(name, 5)):
+            ids = prompt.encode(target.tokenizer)
+            if log.has(part="speed", bench=name, prompt=number):
+                continue
+            seconds, tokens = {}, {}
+            for cell, plan in plans.items():
+                options = {"max_new_tokens": NEW, "capacity": 512}
+                [one], run = decode_all(plan, params, [ids], **options)
+                tokens[cell] = one.tokens
+                seconds["{} {}".format(*cell)] = run.decode_seconds / len(one.tokens)
+            same = sum(t == tokens["ar", 1] for t in tokens.values())
+            assert same == len(plans), f"{name} {number}: not ar's tokens"
+            log.add(part="speed", bench=name, prompt=number, new=len(tokens["ar", 1]), **seconds)
+
+
+def report(log):
+    methods = ("prompt_lookup", "token_recycling cold", "token_recycling kept")
+    found = {
+        (r["method"], r["bench"], r["budget"]): r for r in log.rows if r["part"] == "acceptance"
+    }
+
+    def tau(method, name, budget):
+        row = found[method, name, budget]
+        return sum(row["emitted"]) / sum(row["rounds"])
+
+    lines = [
+        "# Training-free drafters on SmolLM2-135M-Instruct",
+        "",
+        f"fp32, greedy, {NEW} new tokens, {device_name()}. Made by `python -m experiments.baselines.run`.",
+        "",
+        "## Acceptance length",
+        "",
+        "Tokens emitted a round, bonus included, pooled over rounds; budgets count the root. prompt_lookup: 40 prompts",
+        "a bench, by replay of recorded text. token_recycling: 10 prompts a bench, by decoding, one at a time: cold (a",
+        "new table for each prompt) and kept (one table through the bench). In brackets: 95 % bootstrap over prompts.",
+        "",
+    ]
+    rows = []
+    for method in methods:
+        for budget in BUDGETS:
+            cells = []
+            for name in BENCHES:
+                row = found[method, name, budget]
+                low, high = ratio_interval(row["emitted"], row["rounds"])
+                cells.append(f"{tau(method, name, budget):.2f} [{low:.2f}, {high:.2f}]")
+            mean = statistics.mean(tau(method, name, budget) for name in BENCHES)
+            rows.append([method, budget, *cells, mean])
+    lines.append(markdown_table(["method", "budget", *BENCHES, "mean"], rows))
+    fast = [r for r in log.rows if r["part"] == "speed"]
+    names = (
+        [k for k in fast[0] if k not in ("part", "bench", "prompt", "new", "ar 1")] if fast else []
+    )
+    lines += [
+        "## Speed against autoregressive decoding",
+        "",
+        "Seconds a token of `ar` over the method's, batch 1, decoding only; medians over 5 prompts (lowest and highest",
+        "in brackets), ar and the methods alternating prompt by prompt in one process; every text equals ar's. Below 1",
+        "the method loses time: verifying 64 rows costs about four single steps on this machine.",
+        "",
+    ]
+    table = []
+    for cell in names:
+        row = [cell]
+        for name in (*BENCHES, "repetitive"):
+            ratios = [r["ar 1"] / r[cell] for r in fast if r["bench"] == name]
+            row.append(f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+        table.append(row)
+    lines.append(markdown_table(["method, budget", *BENCHES, "repetitive"], table))
+    lines += ["![Acceptance length against budget](acceptance.svg)", ""]
+    (HERE / "README.md").write_text("\n".join(lines))
+
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.2), sharey=True)
+    for axis, name in zip(axes, BENCHES, strict=True):
+        for method, mark in zip(methods, "os^", strict=True):
+            axis.plot(BUDGETS, [tau(method, name, b) for b in BUDGETS], marker=mark, label=method)
+        axis.set(title=name, xscale="log", xlabel="budget (rows verified)")
+        axis.set_xticks(BUDGETS, BUDGETS)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("acceptance length")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(HERE / "acceptance.svg", metadata={"Date": None})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=["acceptance", "speed", "report"])
+    parts = parser.parse_args().parts
+    log = Log()
+    if {"acceptance", "speed"} & set(parts):
+        target = load_target("smollm2-135m")
+        if "acceptance" in parts:
+            acceptance(target, log)
+        if "speed" in parts:
+            speed(target, log)
+    if "report" in parts:
+        report(log)
+
+
+if __name__ == "__main__":
+    main()
