@@ -22,6 +22,7 @@ from jspec.decode import (
 )
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
+from jspec.growth import Frontier, grow
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
 from jspec.methods import ar, prompt_lookup, seed_table, token_recycling
 from jspec.models.fetch import FetchError
@@ -44,13 +45,11 @@ from jspec.tree import (
     HEAD,
     RETRIEVED,
     SOURCES,
-    Frontier,
     Tree,
     ancestors,
     assemble,
     compact,
     from_paths,
-    grow,
     merge,
     pack_bits,
     positions,

@@ -10,8 +10,6 @@ first k nodes are a tree; and scores never increase along a path, so the best k 
 import dataclasses
 import math
 import typing
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,17 +73,6 @@ class Tree:
         return None if traced else draw_svg(self)
 
 
-class Frontier(NamedTuple):
-    """The q nodes that :func:`grow` expands next, best first; an invalid slot is zeros and -inf."""
-
-    tokens: Int[Array, "B q"]
-    nodes: Int[Array, "B q"]  # ids in the tree being built, which is compacted only at the end
-    slots: Int[Array, "B q"]  # the parents' slots in the frontier before; 0 at the root
-    depths: Int[Array, "B q"]
-    scores: Float[Array, "B q"]
-    valid: Bool[Array, "B q"]
-
-
 def root_only(roots: Int[Array, " B"], budget: int = 1) -> Tree:
     """Trees that are a root alone, padded to ``budget`` nodes."""
     zeros = jnp.zeros((roots.shape[0], budget), jnp.int32)
@@ -114,7 +101,7 @@ def visibility(tree: Tree) -> Int[Array, "B N W"]:
     """:func:`ancestors` as packed bits: the nodes each node attends to, W = ceil(N / 32)."""
     words = pack_bits(jnp.eye(tree.budget, dtype=bool) & tree.live[:, :, None])
     for jump in _jumps(_parent_or_self(tree), tree.budget - 1):
-        words |= _take(words, jump[:, :, None])
+        words |= take(words, jump[:, :, None])
     return words
 
 
@@ -143,9 +130,9 @@ def compact(tree: Tree, keep: Bool[Array, "B N"], budget: int | None = None) -> 
     parents = _parent_or_self(tree)
     kept = keep & tree.live
     for jump in _jumps(parents, tree.budget - 1):
-        kept &= _take(kept, jump)
+        kept &= take(kept, jump)
     rank = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1  # a kept node's new index
-    return _reorder(tree, _take(rank, parents), kept, rank, budget)
+    return _reorder(tree, take(rank, parents), kept, rank, budget)
 
 
 def select(tree: Tree, budget: int, depth_penalty: int | float | Float[Array, ""] = 0.0) -> Tree:
@@ -221,21 +208,21 @@ def assemble(
     label = _first(_equal(tokens) & _equal(reached))
     jumps = _jumps(parents, depth)
     for jump in jumps:
-        label = _first(_equal(label) & _equal(_take(label, jump)))
-        reached |= _take(reached, jump)
-        depths += _take(depths, jump)
+        label = _first(_equal(label) & _equal(take(label, jump)))
+        reached |= take(reached, jump)
+        depths += take(depths, jump)
     node = reached & (depths <= depth) & (label == ids)
 
     same = _equal(label)
     best = jnp.max(jnp.where(same, scores[:, :, None], -jnp.inf), axis=1)
-    source = _take(source, _first(same & (scores[:, :, None] == best[:, None, :])))
+    source = take(source, _first(same & (scores[:, :, None] == best[:, None, :])))
     for jump in jumps:
-        best = jnp.minimum(best, _take(best, jump))
+        best = jnp.minimum(best, take(best, jump))
 
     key = jnp.where(node, depths * count + ids, jnp.iinfo(jnp.int32).max)
     rank = jnp.sum(key[:, :, None] < key[:, None, :], axis=1, dtype=jnp.int32)
     unsorted = Tree(tokens, parents, depths, best, source, None)
-    tree = _reorder(unsorted, _take(rank, _take(label, parents)), node, rank, listed + 1)
+    tree = _reorder(unsorted, take(rank, take(label, parents)), node, rank, listed + 1)
     return select(tree, budget)
 
 
@@ -282,91 +269,6 @@ def merge(a: Tree, b: Tree, budget: int) -> Tree:
     tree = assemble(roots, *lists, budget, max(a.budget, b.budget) - 1)
     size = jnp.where((a.size > 0) | (b.size > 0), tree.size, 0)
     return _canonical(dataclasses.replace(tree, size=size))
-
-
-# Level by level.
-
-
-def grow(
-    expand: Callable[[Any, Frontier], tuple[tuple[Array, Array], Any]],
-    carry: Any,
-    roots: Int[Array, " B"],
-    depth: int,
-    width: int,
-    keep: int,
-    keep_growing: Callable[[Array, Array], Array] | None = None,
-) -> tuple[Tree, Any]:
-    """Grows trees level by level, as a ``lax.scan``, or a ``lax.while_loop`` with ``keep_growing``.
-
-    The best ``keep`` candidates of a level become nodes; the best ``width`` of those are the next
-    frontier (ties: lower slot, then lower candidate). The budget is ``1 + depth * keep``.
-
-    Args:
-      expand: ``expand(carry, frontier) -> (tokens i32[B, q, W], logps f32[B, q, W]), carry``: W
-        candidate children of each frontier node and their edges' log-probabilities (NaN or -inf:
-        no candidate; a positive one counts as 0). The frontier has q = ``width`` slots at every
-        level; at the first one only slot 0, the root, is valid.
-      carry: any pytree.
-      roots: tokens of the roots.
-      depth: levels below the root.
-      width: slots of the frontier.
-      keep: nodes recorded a level, at most q * W.
-      keep_growing: ``keep_growing(level i32[], scores f32[B, q]) -> bool[B]``, asked before each
-        level (0 expands the root) with the frontier's scores. A row that stops has an invalid
-        frontier from then on; ``expand`` is not called where no row grows.
-
-    Returns:
-      The trees and the last carry.
-
-    Raises:
-      ValueError: ``keep`` is not from 1 to q * W.
-    """
-
-    def step(state):
-        level, frontier, nodes, carry = state
-        (tokens, logps), carry = expand(carry, frontier)
-        batch, _, fan = tokens.shape
-        if not 1 <= keep <= width * fan:
-            most = f"width * candidates = {width * fan}"
-            raise ValueError(f"keep must be from 1 to {most}, got {keep}")
-        edges = jnp.where(logps > -jnp.inf, jnp.minimum(logps.astype(jnp.float32), 0), -jnp.inf)
-        paths = frontier.scores[:, :, None] + edges
-        scores, best = lax.top_k(paths.reshape(batch, -1), keep)
-        slots = best // fan
-        tokens = _take(tokens.reshape(batch, -1).astype(jnp.int32), best)
-        new = (tokens, _take(frontier.nodes, slots), scores)
-        start = 1 + level * keep
-        nodes = [lax.dynamic_update_slice_in_dim(x, y, start, 1) for x, y in zip(nodes, new)]
-        ids = jnp.broadcast_to(start + jnp.arange(keep, dtype=jnp.int32), best.shape)
-        return level + 1, advance(level + 1, tokens, ids, slots, scores), nodes, carry
-
-    def advance(level, tokens, nodes, slots, scores):
-        def fit(x, fill):
-            room = max(0, width - x.shape[1])
-            return jnp.pad(x[:, :width], [(0, 0), (0, room)], constant_values=fill)
-
-        scores = fit(scores, -jnp.inf)
-        if keep_growing is not None:
-            scores = jnp.where(keep_growing(level, scores)[:, None], scores, -jnp.inf)
-        valid = scores > -jnp.inf
-        fields = (fit(tokens, 0), fit(nodes, 0), fit(slots, 0), level)
-        return Frontier(*(jnp.where(valid, x, 0) for x in fields), scores, valid)
-
-    if depth == 0:
-        return root_only(roots), carry
-    tree = root_only(roots, 1 + depth * keep)
-    level, zero = jnp.int32(0), jnp.zeros_like(tree.tokens[:, :1])
-    frontier = advance(level, tree.tokens[:, :1], zero, zero, tree.scores[:, :1])
-    state = level, frontier, [tree.tokens, tree.parents, tree.scores], carry
-    if keep_growing is None:
-        state, _ = lax.scan(lambda state, _: (step(state), None), state, length=depth)
-    else:
-        state = lax.while_loop(lambda s: (s[0] < depth) & jnp.any(s[1].valid), step, state)
-    _, _, (tokens, parents, scores), carry = state
-    depths = jnp.broadcast_to((jnp.arange(tree.budget) + keep - 1) // keep, tokens.shape)
-    full = jnp.full_like(tree.size, tree.budget)
-    grown = Tree(tokens, parents, depths, scores, tree.source, full)
-    return compact(grown, scores > -jnp.inf), carry
 
 
 # For builders of one's own.
@@ -425,7 +327,7 @@ def _node_fault(nodes):
 # Helpers. Indices are in bounds by construction: what stands in padding never becomes one.
 
 
-def _take(x, index):
+def take(x: Array, index: Int[Array, "B M"]) -> Array:
     """``x[b, index[b, i]]`` at [b, i]."""
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
@@ -452,7 +354,7 @@ def _jumps(parents, depth):
     jumps = []
     for _ in range(depth.bit_length()):
         jumps.append(parents)
-        parents = _take(parents, parents)
+        parents = take(parents, parents)
     return jumps
 
 
@@ -464,7 +366,7 @@ def _reorder(tree, parents, kept, rank, budget):
     order = jax.vmap(lambda target: blank.at[target].set(ids, mode="drop"))(target)
     fields = (tree.tokens, parents, tree.depths, tree.scores, tree.source)
     size = jnp.minimum(jnp.sum(kept, axis=1, dtype=jnp.int32), budget)
-    return _canonical(Tree(*(_take(x, order) for x in fields), size))
+    return _canonical(Tree(*(take(x, order) for x in fields), size))
 
 
 def _canonical(tree):

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jspec import growth as jg
 from jspec import tree as jt
 from jspec.tree import Tree
 
@@ -348,12 +349,12 @@ def expand_table(carry, frontier):
 
 def grow_table(roots, tokens, logps, limit, depth, width, keep, early):
     blank = jnp.zeros((depth, roots.shape[0], width), jnp.int32)
-    record = jt.Frontier(blank, blank, blank, blank, blank.astype(jnp.float32), blank > 0)
+    record = jg.Frontier(blank, blank, blank, blank, blank.astype(jnp.float32), blank > 0)
 
     def keep_growing(level, scores):
         return (level < limit[:, 0]) & jnp.any(scores > -limit[:, 1:] / 8, axis=1)
 
-    return jt.grow(
+    return jg.grow(
         expand_table,
         (tokens, logps, jnp.int32(0), record),
         roots,
@@ -433,7 +434,7 @@ def fan_of_four(carry, frontier):
 
 
 def test_grow_no_levels():
-    tree, carry = jt.grow(fan_of_four, jnp.int32(4), jnp.array([5]), 0, 3, 3)
+    tree, carry = jg.grow(fan_of_four, jnp.int32(4), jnp.array([5]), 0, 3, 3)
     expect(tree, [[(5, -1, 0, 0.0, 0)]])
     assert int(carry) == 4
 
@@ -441,7 +442,7 @@ def test_grow_no_levels():
 @pytest.mark.parametrize("keep", [0, 9])
 def test_grow_refuses_keep(keep):
     with pytest.raises(ValueError, match=r"keep must be from 1 to width \* candidates = 8, got"):
-        jt.grow(fan_of_four, (), jnp.array([5]), 2, 2, keep)
+        jg.grow(fan_of_four, (), jnp.array([5]), 2, 2, keep)
 
 
 # All of them.
