@@ -62,7 +62,7 @@ def _pooled(counts: Iterable[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip(*counts)]
 
 
-def _ratio(top: float, bottom: float) -> float:
+def _ratio(top: int | float, bottom: int | float) -> float:
     return float(top / bottom) if bottom else 0.0
 
 
@@ -231,8 +231,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def ratio_interval(
-    tops: Sequence[float],
-    bottoms: Sequence[float],
+    tops: Sequence[float | int] | np.ndarray,
+    bottoms: Sequence[float | int] | np.ndarray,
     *,
     level: float = 0.95,
     samples: int = 2000,

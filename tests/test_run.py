@@ -1,0 +1,387 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_target import write_target
+
+import jspec
+from jspec import run
+from jspec.options import Options, parse
+
+KEYS = {
+    "version": str,
+    "jax": str,
+    "target": str,
+    "target_fingerprint": str,
+    "method": str,
+    "head": None,
+    "head_fingerprint": None,
+    "budget": int,
+    "smart": bool,
+    "graft": bool,
+    "accel": str,
+    "device": str,
+    "dtype": str,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+    "batch": int,
+    "results": list,
+    "summary": dict,
+}
+RESULT_KEYS = {
+    "id": str,
+    "prompt_tokens": int,
+    "tokens": list,
+    "text": str,
+    "rounds": int,
+    "acceptance_length": float,
+    "seconds": float,
+    "identical_to_ar": bool,
+    "first_difference": None,
+}
+SUMMARY_KEYS = {
+    "acceptance_length": float,
+    "accepted_by_depth": list,
+    "accepted_by_rank": list,
+    "accepted_by_source": dict,
+    "draft_passes": int,
+    "rows_verified": int,
+    "bucket_histogram": dict,
+    "tokens_per_second": float,
+    "ar_tokens_per_second": float,
+    "speedup": float,
+    "identical_to_ar": str,
+    "compile_seconds": float,
+    "prefill_seconds": float,
+    "step_seconds": None,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("tiny"), tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_compilations(monkeypatch):
+    monkeypatch.setattr(run, "keep_compilations", lambda: None)
+
+
+@pytest.fixture
+def command(folder, tmp_path, capsys):
+    """``command(*argv) -> (stdout, report)`` on the tiny target."""
+
+    def call(*argv):
+        out = tmp_path / "out.json"
+        argv = ["--target", str(folder), "--max-new-tokens", "12", "--json", str(out), *argv]
+        assert run.main(argv) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        return said.out, json.loads(out.read_text())
+
+    return call
+
+
+def assert_has(found, keys):
+    assert set(found) == set(keys)
+    for key, kind in keys.items():
+        assert (found[key] is None) if kind is None else (type(found[key]) is kind), key
+
+
+def test_the_report_and_the_screen(command, folder):
+    out, report = command("--prompt", "HELLO THERE", "1,2,1,2,1,2")
+    assert_has(report, KEYS)
+    assert_has(report["summary"], SUMMARY_KEYS)
+    for one in report["results"]:
+        assert_has(one, RESULT_KEYS)
+        assert one["text"] in out
+        assert 1 <= len(one["tokens"]) <= 12
+    assert [one["id"] for one in report["results"]] == ["1", "2"]
+    assert report["target"] == str(folder) and report["method"] == "prompt_lookup"
+    assert report["summary"]["identical_to_ar"] == "2/2"
+    assert set(report["summary"]["accepted_by_source"]) == {"head", "retrieved"}
+    tau = report["summary"]["acceptance_length"]
+    assert tau == pytest.approx(sum(report["summary"]["accepted_by_depth"]))
+    rounds = sum(one["rounds"] for one in report["results"])
+    assert sum(report["summary"]["bucket_histogram"].values()) == rounds
+    assert "HELLO THERE" in out and "identical to ar" in out and "tokens/s" in out
+
+
+def test_methods_and_batches_write_the_same_text(command):
+    prompts = ["--prompt", "A", "HELLO", "1,2,1,2,1,2", "ZZZZZ"]
+    texts = []
+    for argv in (
+        ["--method", "ar"],
+        ["--method", "prompt_lookup", "--batch", "3"],
+        ["--method", "token_recycling", "--budget", "4", "--depth", "2", "--width", "3"],
+    ):
+        out, report = command(*prompts, *argv)
+        assert report["summary"]["identical_to_ar"] == "4/4"
+        assert all(one["text"] in out for one in report["results"])
+        texts.append([one["text"] for one in report["results"]])
+    assert texts[0] == texts[1] == texts[2]
+    assert report["budget"] == 4 and len(report["summary"]["accepted_by_depth"]) == 3
+
+
+def test_sampling_with_a_seed(command):
+    argv = ["--prompt", "HELLO", "--temperature", "1.5", "--top-p", "0.95"]
+    first, again, other = (command(*argv, "--seed", seed)[1] for seed in "112")
+    assert first["results"][0]["tokens"] == again["results"][0]["tokens"]
+    assert first["results"][0]["tokens"] != other["results"][0]["tokens"]
+    assert first["summary"]["identical_to_ar"] == "1/1" and first["temperature"] == 1.5
+
+
+def test_a_stop_text(command):
+    argv = ["--prompt", "HELLO"]
+    _, whole = command(*argv)
+    text = whole["results"][0]["text"]
+    out, report = command(*argv, "--stop", "never", text[3:5])
+    assert report["results"][0]["text"] == text[: text.index(text[3:5])]
+    assert text not in out
+
+
+def test_no_baseline_and_profile(command):
+    out, report = command("--prompt", "HELLO", "--no-baseline", "--profile")
+    summary = report["summary"]
+    assert [summary[k] for k in ("ar_tokens_per_second", "speedup", "identical_to_ar")] == [
+        None
+    ] * 3
+    assert report["results"][0]["identical_to_ar"] is None
+    assert set(summary["step_seconds"]) == {"propose", "verify", "accept_commit", "absorb_observe"}
+    assert all(seconds > 0 for seconds in summary["step_seconds"].values())
+    assert "steps of a round" in out
+
+
+def test_trees_are_drawn(command):
+    out, report = command("--prompt", "1,2,1,2,1,2", "--tree", "--no-baseline")
+    drawn = out[: out.index("tokens/s")]
+    assert drawn.count("then '") == min(3, report["results"][0]["rounds"])
+    assert "✓" in drawn
+
+
+def test_a_file_of_prompts(command, tmp_path):
+    lines = [
+        {"id": "raw", "text": ""},
+        {"id": "one", "text": "A"},
+        {"id": "chat", "messages": [{"role": "user", "content": "HELLO"}]},
+        {"prompt": "HELLO"},
+        {"id": "never", "prompt": "HI"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    _, report = command("--prompts", str(path), "--limit", "4")
+    results = report["results"]
+    assert [one["id"] for one in results] == ["raw", "one", "chat", "4"]
+    assert [one["prompt_tokens"] for one in results[:2]] == [1, 1]
+    assert results[2]["text"] == results[3]["text"]
+
+
+def test_the_built_in_prompts_and_bf16(command):
+    out, report = command("--dtype", "bf16", "--no-baseline", "--max-new-tokens", "2")
+    assert report["dtype"] == "bf16"
+    assert [one["id"] for one in report["results"]] == ["letter", "sum", "code", "list"]
+    assert out.index("letter") < out.index("planets")
+
+
+def test_a_config_file_and_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("budget: 7\nsmart: off\nstop: [a, b]\nbaseline: false\nmax_new_tokens: 5\n")
+    chosen = parse(["--config", str(path), "--budget", "9", "--baseline"])
+    assert chosen == Options(budget=9, stop=("a", "b"), max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(run.Path("configs/run").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_committed_configs(path):
+    chosen = parse(["--config", str(path)])
+    assert chosen != Options()
+    assert run.make_method(chosen).budget >= 1
+
+
+BAD = {
+    "an unknown method": (["--method", "eagle9"], "there are ar, prompt_lookup, token_recycling"),
+    "an unknown target": (["--target", "nowhere"], "no target 'nowhere': give smollm2-135m"),
+    "an unknown option": (["--bugdet", "3"], "--bugdet"),
+    "a word too many": (["hello"], "hello"),
+    "an option without its value": (["--budget"], "--budget: expected one argument"),
+    "no number": (["--budget", "many"], "--budget: expected a whole number, got many"),
+    "half a node": (["--budget", "1.5"], "--budget: expected a whole number, got 1.5"),
+    "budget 0": (["--budget", "0"], "--budget must be in 1..512, got 0"),
+    "budget 513": (["--budget", "513"], "--budget must be in 1..512, got 513"),
+    "a budget of ar": (["--method", "ar", "--budget", "2"], "--method ar has budget 1"),
+    "a depth of ar": (["--method", "ar", "--depth", "2"], "ar has no depth"),
+    "depth 0": (["--depth", "0"], "--depth must be 1 or above"),
+    "temperature below 0": (["--temperature", "-1"], "temperature must be 0 or above, got -1.0"),
+    "an endless temperature": (["--temperature", "inf"], "--temperature: expected a number"),
+    "top-p 0": (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+    "top-p above 1": (["--top-p", "1.5"], "top_p must be in (0, 1], got 1.5"),
+    "min-p above 1": (["--min-p", "2"], "min_p must be in [0, 1], got 2.0"),
+    "top-k below 0": (["--top-k", "-1"], "top_k must be 0 (off) or above, got -1"),
+    "a seed below 0": (["--seed", "-1"], "--seed must be 0 or above, got -1"),
+    "a large seed": (["--seed", str(1 << 32)], "--seed must be below 2**32"),
+    "no new tokens": (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or above, got 0"),
+    "batch 0": (["--batch", "0"], "--batch must be 1 or above, got 0"),
+    "limit 0": (["--limit", "0"], "--limit must be 1 or above, got 0"),
+    "an empty stop": (["--stop", ""], "--stop must not be empty"),
+    "an unknown bench": (["--bench", "mmlu"], "no bench 'mmlu': there are humaneval, gsm8k"),
+    "two sources of prompts": (["--bench", "math", "--prompt", "a"], "exclude each other"),
+    "a file that isn't there": (["--prompts", "no.jsonl"], "cannot read prompts from no.jsonl"),
+    "a GPU that isn't there": (["--accel", "gpu"], "JAX finds no gpu here: use --accel cpu"),
+    "a TPU that isn't there": (["--accel", "tpu"], "JAX finds no tpu here: use --accel cpu"),
+    "an unknown accelerator": (["--accel", "npu"], "--accel: expected one of auto, cpu, gpu, tpu"),
+    "an unknown dtype": (["--dtype", "fp8"], "--dtype: expected one of auto, fp32, bf16, got fp8"),
+    "a head": (["--head", "x"], "--head x is not there yet: leave it out"),
+    "smart": (["--smart", "on"], "--smart on is not there yet: use off"),
+    "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
+    "graft": (["--graft", "on"], "--graft on is not there yet: use off"),
+    "two devices": (["--mesh", "data=2,model=1"], "is not there yet: use data=1,model=1"),
+    "pallas": (["--attention", "pallas"], "not there yet: use auto or xla"),
+    "no config": (["--config", "no.yaml"], "--config: File does not exist"),
+    "a report in no folder": (["--json", "no/such/out.json"], "cannot write no/such/out.json"),
+    "a report that is a folder": (["--json", "."], "cannot write .: Is a directory"),
+    "too long a prompt": (["--prompt", "HI", "A" * 300], "prompt '2' has 305 tokens, the target's"),
+}
+
+
+@pytest.mark.parametrize(("argv", "says"), BAD.values(), ids=BAD)
+def test_a_wrong_argument_is_one_line(folder, capsys, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    if argv[0] != "--target":
+        argv = ["--target", str(folder), *argv]
+    assert_refused(capsys, argv, says)
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_refused(capsys, argv, *says):
+    assert run.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jspec: error: ") and err.count("\n") == 1 and err.endswith("\n")
+    for part in says:
+        assert part in err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"id": "a", "prompt": "HI"}\n{"id": "b"', "line 2"),
+        ('{"id": "a", "prompt": "HI"}\n\n{"id": "b", "prompt": 3}', "line 3"),
+        ('{"id": "b", "prompt": "' + "A" * 300 + '"}', "prompt 'b' "),
+        ('{"id": "b", "text": "' + "A" * 300 + '"}', "line 1) has 300 tokens"),
+        ("", "no prompts"),
+    ],
+)
+def test_a_wrong_line_in_a_file_of_prompts(folder, capsys, tmp_path, content, says):
+    path = tmp_path / "p.jsonl"
+    path.write_text(content)
+    assert_refused(capsys, ["--target", str(folder), "--prompts", str(path)], says, "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("bugdet: 3", "bugdet"),
+        ("budget: many", "--budget: expected a whole number, got many"),
+        ("stop: x", "prompt and stop must be lists"),
+        ("{a: [", "config"),
+        ("3", "config"),
+    ],
+)
+def test_a_wrong_config_file(folder, capsys, tmp_path, content, says):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    assert_refused(capsys, ["--target", str(folder), "--config", str(path)], says)
+
+
+def test_targets_that_cannot_be_served(tiny_model, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
+    folder = write_target(tmp_path / "model", tiny_model)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert_refused(capsys, ["--target", str(folder)], "cannot be read")
+    weights.unlink()
+    assert_refused(capsys, ["--target", str(folder)], "has no weights")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert_refused(capsys, ["--target", str(tmp_path / "x.gguf")], "x.gguf")
+
+
+def test_an_interrupted_run_ends_quietly(folder, capsys, monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.Comparison, "__iter__", interrupted)
+    assert run.main(["--target", str(folder), "--prompt", "HI"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_is_no_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for field in Options.__dataclass_fields__:
+        assert "--" + field.replace("_", "-") in out
+
+
+# From outside.
+
+
+def start(*argv, cache=None, **options):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    env |= {"JSPEC_CACHE": str(cache)} if cache else {}
+    command = [sys.executable, "-m", "jspec.run", *argv]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options
+    )
+
+
+def test_a_second_start_takes_its_compilations_from_the_cache(folder, tmp_path):
+    argv = ["--target", str(folder), "--prompt", "HELLO", "--max-new-tokens", "4", "--no-baseline"]
+    seconds, kept = [], []
+    for _ in range(2):
+        process = start(*argv, "--json", str(tmp_path / "out.json"), cache=tmp_path / "cache")
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0 and err == ""
+        report = json.loads((tmp_path / "out.json").read_text())
+        seconds.append(report["summary"]["compile_seconds"])
+        kept.append(sorted(p.name for p in (tmp_path / "cache" / "xla").glob("*-cache")))
+    assert kept[0] == kept[1] and any("advance" in name for name in kept[0])
+    assert seconds[1] < seconds[0]
+
+
+def test_a_missing_accelerator_in_a_fresh_process():
+    process = start("--accel", "gpu")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == ""
+    assert err.startswith("jspec: error: JAX finds no gpu here") and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_default_run_on_the_real_target(tmp_path, smollm2):
+    process = start("--max-new-tokens", "24", "--json", str(tmp_path / "out.json"))
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0 and err == ""
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["target_fingerprint"] == smollm2.fingerprint
+    assert report["summary"]["identical_to_ar"] == "4/4"
+    answers = jspec.generate_text(smollm2, jspec.benches.BUILT_IN, max_new_tokens=24)
+    assert [one["text"] for one in report["results"]] == [one.text for one in answers]
+    assert all(one.text in out for one in answers)
+
+
+@pytest.mark.slow
+def test_an_interrupt_from_the_keyboard(smollm2):
+    process = start("--max-new-tokens", "500")
+    process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and err == ""
