@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
 from rich.console import Console
 from rich.text import Text
 
@@ -202,7 +204,7 @@ class Screen:
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
 
-def draw_rounds(job: Job, stops: jax.Array, console: Console) -> None:
+def draw_rounds(job: Job, stops: Int32[np.ndarray, "S V"], console: Console) -> None:
     """Draws the trees of the first prompt's first rounds, from the steps of a round."""
     plan, options, prompt = job.plan, job.options, job.ids[0]
     capacity = capacity_for(plan, len(prompt) + options.max_new_tokens)

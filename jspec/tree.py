@@ -327,7 +327,7 @@ def _node_fault(nodes):
 # Helpers. Indices are in bounds by construction: what stands in padding never becomes one.
 
 
-def take(x: Array, index: Int[Array, "B M"]) -> Array:
+def take(x: Array, index: Int[Array, "B M *rest"]) -> Array:
     """``x[b, index[b, i]]`` at [b, i]."""
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
 
