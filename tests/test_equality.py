@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.benches import load_bench
 from jspec.decode import advance, generate
 from jspec.driver import decode_all, outcome
 from jspec.exactness import first_difference
@@ -146,3 +147,34 @@ def test_other_architectures(tiny_model, arch, factory):
     want = texts(config, params, ar(), sampling, 1, queue)
     ours = texts(config, params, factory(16), sampling, 3, queue)
     assert not unexcused(config, params, sampling, queue, ours, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["greedy", "top-p"])
+def test_the_real_target(smollm2, name):
+    """A sample; experiments/equality has the matrix."""
+    params, sampling = {"target": smollm2.params}, SAMPLINGS[name]
+    queue = [load_bench(b, 1)[0].encode(smollm2.tokenizer) for b in ("humaneval", "gsm8k", "math")]
+    options = {"max_new_tokens": 32, "capacity": 512}
+    want = texts(smollm2.config, params, ar(), sampling, 1, queue, **options)
+    for method in (prompt_lookup(16), token_recycling(16)):
+        ours = texts(smollm2.config, params, method, sampling, 2, queue, **options)
+        assert not unexcused(smollm2.config, params, sampling, queue, ours, want)
+
+
+def test_differences_are_found_and_weighed(tiny, reference):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    for name, sampling in SAMPLINGS.items():
+        plan, text = Plan(config, ar(), sampling), reference[name][0]
+        assert first_difference(plan, params, queue[0], text, text, seed=3) is None
+        for at in (0, 5):
+            other = [*text[:at], (text[at] + 1) % config.vocab_size, *text[at + 1 :]]
+            found = first_difference(plan, params, queue[0], other, text, seed=3)
+            assert found.position == at
+            assert 0 < found.gap < 100
+            again = first_difference(plan, params, queue[0], text, other, seed=3)
+            assert again.gap == pytest.approx(found.gap, abs=1e-4)
+        shorter = first_difference(plan, params, queue[0], text[:-1], text, seed=3)
+        assert shorter == (len(text) - 1, float("inf"))
+        assert not shorter.excused
