@@ -33,7 +33,7 @@ def walk(nodes, tokens, depth):
 
 def target_tokens(rng, nodes, budget, habit):
     """What the target draws at each slot: a child's token, one that is no child's, or a mix."""
-    tokens = rng.integers(0, 3, budget)
+    tokens = rng.choice([0, 1, 2, 7], budget)  # 7 stands in the padding
     for i in range(len(nodes)):
         children = [node[0] for node in nodes[1:] if node[1] == i]
         if children and rng.random() < {"all": 1.0, "most": 0.8, "none": 0.0}[habit]:

@@ -17,9 +17,10 @@ from tests import oracles
 from tests.drafters import noise
 from tests.test_tree import poison, tree_of
 
-BUDGET, CAPACITY, TEXT, SEED, FIRST = 16, 64, 48, 4, 5
+BUDGET, CAPACITY, TEXT, SEED, FIRST = 40, 64, 64, 4, 5
 TAPS, TOP = (0, 2), 3
-PROMPTS = ([20, 9, 1, 33], [9, 0, 1, 7])  # lengths of the prompts, sizes of the trees
+PROMPTS = ([20, 9, 1, 33], [9, 0, 1, 35])  # lengths of the prompts, sizes of the trees
+LIVE = sum(PROMPTS[1])
 SAMPLED = Sampling(0.8, min_p=0.05)
 METHOD = noise(BUDGET, BUDGET - 1, 61, TAPS, TOP)
 
@@ -172,16 +173,16 @@ def test_every_node_is_the_end_of_its_own_chain(tiny_model, arch, sampling, batc
 
 
 def test_without_a_draw(tiny_model):
-    plan, params, state, tree, texts = setting(tiny_model, "llama", SAMPLED, 4, (5, 17))
-    drawn = run_rows(plan, params, state, tree, 17, True)
-    out = run_rows(plan, params, state, tree, 17, False)
+    plan, params, state, tree, texts = setting(tiny_model, "llama", SAMPLED, 4, (5, LIVE))
+    drawn = run_rows(plan, params, state, tree, LIVE, True)
+    out = run_rows(plan, params, state, tree, LIVE, False)
     assert not out.tokens.any()
     assert drawn.tokens.any()
     live = tuple(zip(*texts))
     np.testing.assert_array_equal(out.top_tokens[live], drawn.top_tokens[live])
     np.testing.assert_allclose(out.taps[live], drawn.taps[live], atol=1e-5)
     silent = dataclasses.replace(plan, method=noise(BUDGET, BUDGET - 1, 61))
-    out = run_rows(silent, params, state, tree, 17, False)
+    out = run_rows(silent, params, state, tree, LIVE, False)
     assert out.top_tokens.shape == out.top_logits.shape == (4, BUDGET, 0)
     assert out.taps.shape == (4, BUDGET, 0, plan.config.hidden_size)
     np.testing.assert_allclose(out.keys[1][live], drawn.keys[1][live], atol=1e-5)
