@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jspec.method import Params
 from jspec.models.transformer import output_logits
 from jspec.replay import text_taps
-from jspec.sampling import position_noise, warp
+from jspec.sampling import Sampling, position_noise, warp
 from jspec.state import Plan
 
 NEAR_TIE = 1e-3  # of perturbed scores, or of the distance to the filters' cut
@@ -22,8 +22,9 @@ class Difference(NamedTuple):
 
     Attributes:
       position: index among the new tokens.
-      gap: how far the target's perturbed scores of the two tokens are apart; for a token that the filters removed, how
-        far below the cut it stands (log-probability). ``inf`` where one text merely ends earlier.
+      gap: the smallest change that explains it: how far the target's perturbed scores of the two tokens are apart, or
+        how far one of them is from the cut of a filter (log-probability; for top-p, mass). ``inf`` where one text
+        merely ends earlier.
     """
 
     position: int
@@ -65,19 +66,31 @@ def first_difference(
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if at is None:
         return Difference(min(len(ours), len(reference)), float("inf"))
-    text = [*prompt, *reference[:at]]
-    raw, noise = _scores(plan, params, text, index, seed)
-    pair = np.asarray([ours[at], reference[at]])
-    kept = np.asarray(warp(plan.sampling, jnp.asarray(raw)[:, None])[:, 0])
-    scaled = raw / (plan.sampling.temperature or 1.0)
-    gap = 0.0
-    if np.isfinite(kept[pair]).all():
-        score = kept[pair] if plan.sampling.greedy else kept[pair] + noise[pair]
-        gap = float(abs(score[0] - score[1]))
-    else:
-        cut = kept[np.isfinite(kept)].min()
-        gap = float(max(cut - scaled[token] for token in pair))
-    return Difference(at, gap)
+    raw, noise = _scores(plan, params, [*prompt, *reference[:at]], index, seed)
+    sampling, pair = plan.sampling, [ours[at], reference[at]]
+    if sampling.greedy:
+        return Difference(at, float(abs(raw[pair[0]] - raw[pair[1]])))
+    scaled = raw.astype(np.float64) / sampling.temperature
+    gaps = [_cut_distance(sampling, scaled, token) for token in pair]
+    kept = np.asarray(warp(sampling, jnp.asarray(raw)[:, None])[:, 0])[pair]
+    if np.isfinite(kept).all():
+        gaps.append(abs(np.subtract(*(kept + noise[pair]))))
+    return Difference(at, float(min(gaps)))
+
+
+def _cut_distance(sampling: Sampling, scaled: Float[np.ndarray, " V"], token: int) -> float:
+    """How far a token is from being kept where it is filtered, or filtered where it is kept."""
+    ours, distances = scaled[token], [np.inf]
+    if 0 < sampling.top_k < len(scaled):
+        after, kth = np.sort(scaled)[::-1][[sampling.top_k, sampling.top_k - 1]]
+        distances.append(ours - after if ours >= kth else kth - ours)
+        scaled = np.where(scaled >= kth, scaled, -np.inf)
+    if sampling.top_p < 1:
+        weights = np.exp(scaled - scaled.max())
+        distances.append(abs(weights[scaled > ours].sum() / weights.sum() - sampling.top_p))
+    if sampling.min_p > 0:
+        distances.append(abs(ours - scaled.max() - np.log(sampling.min_p)))
+    return min(distances)
 
 
 def _scores(

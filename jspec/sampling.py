@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 _BLOCK = 256  # vocabulary rows a block of the two-level top-k
+_LEAST = 1e-6  # temperature and top_p, so that fp32 holds what is made of them
 _PREFIX = 64  # top-p: candidates looked at before falling back to a search over all
 
 
@@ -23,7 +24,7 @@ class Sampling:
 
     Attributes:
       temperature: 0 is greedy decoding; then the filters do nothing.
-      top_k: keep the k most likely tokens (0: all).
+      top_k: keep the k most likely tokens, and those as likely as the k-th (0: all).
       top_p: keep every token whose more likely tokens hold less than ``top_p`` of the mass; in (0, 1].
       min_p: keep tokens at least ``min_p`` times as likely as the most likely one; in [0, 1].
 
@@ -37,12 +38,14 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or above, got {self.temperature}")
+        if self.temperature != 0 and not _LEAST <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or at least {_LEAST}, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or above, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_p < _LEAST:
+            raise ValueError(f"top_p must be at least {_LEAST}, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
 
@@ -57,8 +60,13 @@ def top_k(logits: Float[Array, "V M"], k: int) -> tuple[Float[Array, "M k"], Int
 
     The k blocks with the largest maxima hold the k largest entries (a block left out has k blocks before it that each
     hold an entry as good and, where equal, of lower index), so only those are searched.
+
+    Raises:
+      ValueError: k above V.
     """
     vocab, rows = logits.shape
+    if k > vocab:
+        raise ValueError(f"k must be at most the vocabulary's {vocab}, got {k}")
     if vocab % _BLOCK:
         logits = jnp.pad(logits, ((0, -vocab % _BLOCK), (0, 0)), constant_values=-jnp.inf)
     blocks = logits.reshape(-1, _BLOCK, rows)

@@ -42,11 +42,15 @@ def tree_attention(
       Attention outputs; zeros where a query sees nothing.
 
     Raises:
-      ValueError: unknown implementation; ``window`` without ``q_positions``.
+      ValueError: unknown implementation; ``visible`` of another width; ``window`` without ``q_positions``.
     """
     if implementation not in (None, "xla"):
         raise ValueError(
             f"implementation must be 'xla' (the only one so far) or None, got {implementation!r}"
+        )
+    if visible.shape[-1] != -(-k_new.shape[1] // 32):
+        raise ValueError(
+            f"visible must have ceil({k_new.shape[1]} / 32) words, got {visible.shape[-1]}"
         )
     if window is not None and q_positions is None:
         raise ValueError("q_positions are needed with a window")
