@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 from tiny_target import write_target
 
@@ -39,7 +37,7 @@ def tiny(tiny_model, tmp_path_factory):
 
 
 def compare(target, ids, plan=None, **options):
-    plan = plan or jspec.Plan(target.config, jspec.prompt_lookup(4))
+    plan = plan or jspec.Plan(target.config, jspec.prompt_lookup(2))
     return Comparison(plan, {"target": target.params}, ids, max_new_tokens=12, **options)
 
 
@@ -78,11 +76,12 @@ def test_a_difference_is_found_and_located(tiny, monkeypatch):
     target, ids = tiny
     stream = comparison.Stream
 
-    def other(plan, *args, **options):
-        """Autoregressive decoding, but of another temperature: what a broken method would look like."""
+    def other(plan, params, *args, **options):
+        """The baseline has a target of its own, as if the method had changed the text."""
         if plan.method is jspec.ar():
-            plan = dataclasses.replace(plan, sampling=jspec.Sampling(temperature=5.0))
-        return stream(plan, *args, **options)
+            norm = -params["target"]["norm"]
+            params = {"target": {**params["target"], "norm": norm}}
+        return stream(plan, params, *args, **options)
 
     monkeypatch.setattr(comparison, "Stream", other)
     run = compare(target, ids[:2]).run()
