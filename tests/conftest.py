@@ -1,6 +1,10 @@
 """Targets that tests share: the real default one, and tiny random ones."""
 
 import dataclasses
+import os
+
+# Tests compile far more than they run: XLA's back end may be quick about it. Before JAX is imported.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
