@@ -20,6 +20,7 @@ from jspec.decode import (
     observe,
     propose,
 )
+from jspec.device import keep_compilations
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
@@ -30,6 +31,8 @@ from jspec.models.load import Target
 from jspec.models.load import load_target as load
 from jspec.picture import draw_svg, draw_text
 from jspec.prefill import admit
+from jspec.replay import Recording, record, replay
+from jspec.report import summarize
 from jspec.sampling import Sampling
 from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state
 from jspec.stopping import stop_table
@@ -48,6 +51,7 @@ from jspec.tree import (
     Tree,
     ancestors,
     assemble,
+    check,
     compact,
     from_paths,
     merge,
@@ -81,6 +85,7 @@ __all__ = [
     "Plan",
     "Prompt",
     "Proposal",
+    "Recording",
     "Rows",
     "Sampling",
     "Stream",
@@ -96,6 +101,7 @@ __all__ = [
     "ar",
     "assemble",
     "capacity_for",
+    "check",
     "commit",
     "compact",
     "decode_all",
@@ -110,6 +116,7 @@ __all__ = [
     "generate_text",
     "grow",
     "judge",
+    "keep_compilations",
     "load",
     "load_bench",
     "merge",
@@ -121,6 +128,8 @@ __all__ = [
     "prompt_lookup",
     "propose",
     "read_prompts",
+    "record",
+    "replay",
     "root_only",
     "row_bucket",
     "seed_table",
@@ -128,6 +137,7 @@ __all__ = [
     "shown_text",
     "stop_table",
     "stream",
+    "summarize",
     "target_stops",
     "token_recycling",
     "unpack_bits",

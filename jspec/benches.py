@@ -157,14 +157,25 @@ def _parse(row: Any, number: int) -> Prompt:
         if not (isinstance(value, list) and value and all(map(_is_message, value))):
             raise ValueError('"messages" must be a list of {"role": text, "content": text}')
         return Prompt(id, messages=tuple(value))
-    if not isinstance(value, str):
+    if not is_text(value):
         raise ValueError(f'"{kind}" must be a text')
     return user_turn(id, value) if kind == "prompt" else Prompt(id, text=value)
 
 
 def _is_message(value: Any) -> bool:
     keys = ("role", "content")
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in keys)
+    return isinstance(value, dict) and all(is_text(value.get(key)) for key in keys)
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string that UTF-8 can hold: half a surrogate pair, or an undecodable byte, is not."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 BUILT_IN = (

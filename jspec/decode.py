@@ -1,6 +1,6 @@
 """One round of tree speculative decoding, step by step, and the loop that runs rounds to the end.
 
-    propose -> verify -> accept -> commit -> absorb -> observe
+    propose -> verify -> judge (accept) -> commit -> absorb -> observe
 
 Every step is pure and takes and returns pytrees; ``decode_round`` is their composition, ``generate`` a while loop over
 it, ``jspec.stream`` the same round driven from the host.
@@ -26,11 +26,26 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> tuple[Proposal, D
 
     Finished rows have no root. A node whose key/value row would stand beyond the cache or the target's context is left
     out, so that decoding narrows to single tokens before it ends there.
+
+    Raises:
+      ValueError: the method's trees are wider than its budget.
     """
     proposal, method = plan.method.propose(params, state.method, state.roots)
+    if proposal.tree.budget > plan.method.budget:
+        raise ValueError(
+            f"{plan.method.name} proposed trees of {proposal.tree.budget} nodes, its budget is {plan.method.budget}"
+        )
     room = min(state.capacity, plan.config.max_positions) - 1 - state.cache.length
     deepest = jnp.where(state.rows.done, -1, room)
     tree = compact(proposal.tree, proposal.tree.depths <= deepest[:, None])
+    # Whatever the method proposed, a row that is not done has its last token as root, so that every round advances it.
+    active = ~state.rows.done
+    tree = dataclasses.replace(
+        tree,
+        tokens=tree.tokens.at[:, 0].set(jnp.where(active, state.roots, 0)),
+        scores=tree.scores.at[:, 0].set(jnp.where(active, 0.0, -jnp.inf)),
+        size=jnp.where(active, jnp.maximum(tree.size, 1), 0),
+    )
     passes = state.draft_passes + proposal.passes
     state = dataclasses.replace(state, method=method, draft_passes=passes)
     return proposal._replace(tree=tree), state
@@ -185,7 +200,7 @@ def observe(plan: Plan, params: Params, state: DecodeState, verdict: Verdict) ->
     return dataclasses.replace(state, method=plan.method.observe(params, state.method, verdict))
 
 
-def decode_round(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+def decode_round(plan: Plan, params: Params, state: DecodeState) -> tuple[DecodeState, Verdict]:
     """One round: at least one token for every row that is not done. Pure; jit it with ``plan`` static.
 
     Args:
@@ -198,7 +213,7 @@ def decode_round(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
     verdict = judge(plan, proposal.tree, verified)
     state, kept = commit(plan, state, verified, verdict)
     state = absorb(plan, params, state, verdict, kept)
-    return observe(plan, params, state, verdict)
+    return observe(plan, params, state, verdict), verdict
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -210,7 +225,9 @@ def generate(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
       params: ``{"target": ..., ...}``.
       state: with prompts in its slots (``admit``); empty slots stay empty.
     """
-    return lax.while_loop(lambda s: ~s.rows.done.all(), partial(decode_round, plan, params), state)
+    return lax.while_loop(
+        lambda s: ~s.rows.done.all(), lambda s: decode_round(plan, params, s)[0], state
+    )
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -225,6 +242,6 @@ def advance(
         return (turn < most) & ~s.rows.done.all() & (s.rows.done == before).all()
 
     def one(carry):
-        return carry[0] + 1, decode_round(plan, params, carry[1])
+        return carry[0] + 1, decode_round(plan, params, carry[1])[0]
 
     return lax.while_loop(go_on, one, (jnp.zeros((), jnp.int32), state))[1]

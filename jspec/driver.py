@@ -7,12 +7,13 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from jspec.decode import absorb, advance, commit, judge, observe, propose
 from jspec.method import Memory, Params
-from jspec.prefill import admit
+from jspec.prefill import admit, check_prompt
 from jspec.state import DecodeState, Plan, capacity_for, new_state
 from jspec.verification import verify
 
@@ -127,10 +128,11 @@ class Stream:
           profile: runs the steps one by one and times them.
 
         Raises:
-          ValueError: batch below 1; a prompt that ``admit`` refuses.
+          ValueError: batch or rounds below 1; a prompt that ``check_prompt`` refuses.
         """
-        if batch < 1:
-            raise ValueError(f"batch must be 1 or above, got {batch}")
+        for name, value in (("batch", batch), ("rounds", rounds)):
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or above, got {value}")
         self.plan, self.params = plan, params
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
         self.rounds, self.first_index = rounds, first_index
@@ -139,6 +141,9 @@ class Stream:
         self._profile = profile
         longest = max((len(p) for p in prompts), default=1)
         capacity = capacity or capacity_for(plan, longest + max_new_tokens)
+        for prompt in prompts:
+            check_prompt(plan, prompt, capacity, max_new_tokens)
+        self._started = False
         key = jax.random.key(seed)
         self.state = new_state(plan, params, batch, capacity, key, stops, memory)
         start = time.perf_counter()
@@ -151,11 +156,18 @@ class Stream:
         self.compile_seconds = time.perf_counter() - start
 
     def memory(self) -> Memory:
-        """What the method keeps for a later stream."""
-        return self.plan.method.memory(self.state.method)
+        """What the method keeps for a later stream, copied: this one's next round donates its own."""
+        return jax.tree.map(jnp.copy, self.plan.method.memory(self.state.method))
 
     def __iter__(self) -> Iterator[Event]:
-        """Decodes all prompts, once."""
+        """Decodes all prompts, once.
+
+        Raises:
+          RuntimeError: the second time.
+        """
+        if self._started:
+            raise RuntimeError("a stream can be iterated over once: make another")
+        self._started = True
         batch = self.state.rows.done.shape[0]
         queue = iter(range(len(self.prompts)))
         running = [None] * batch  # per slot: index of its prompt

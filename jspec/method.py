@@ -61,7 +61,9 @@ class Proposal(NamedTuple):
 class Verdict(NamedTuple):
     """All that the target said about one tree.
 
-    B rows, N nodes, P = needs.depth + 1 path slots, k = needs.top_k, T = len(needs.taps), H hidden width.
+    B rows, N nodes, P = needs.depth + 1 path slots, k = needs.top_k, T = len(needs.taps), H hidden width. While a prompt
+    is read, the tree is a chunk of it, a chain accepted whole: then N and P are the chunk's width, and ``tokens`` are
+    the target's likeliest ones, since nothing is drawn.
     """
 
     tree: Tree  # the tree that was verified (after narrowing)
@@ -87,9 +89,14 @@ class Method(NamedTuple):
       accepted nodes, never the bonus token, which is the next round's root).
     * ``propose(params, state, roots [B], keep_growing=None) -> (Proposal, state)``: roots are the last known tokens,
       not yet absorbed.
-    * ``observe(params, state, verdict) -> state``: called after ``absorb``, with all that the target said.
-      A finished row has ``verdict.tree.size == 0`` and ``count == 0``.
+    * ``observe(params, state, verdict) -> state``: called after ``absorb``, with all that the target said; of prompt
+      chunks only where ``needs.top_k`` is above 0. A finished row has ``verdict.tree.size == 0`` and ``count == 0``.
     * ``memory(state) -> Memory``: what a later ``init`` may be given.
+
+    ``propose`` returns trees of at most ``budget`` node slots and nodes no deeper than ``needs.depth``
+    (``jspec.tree.check`` tells what else makes a tree). A factory should be a ``functools.cache``: a method is a static
+    argument of the jitted steps, and a new object is compiled anew. ``keep_growing`` is for combinators; drafters that
+    do not draft level by level ignore it.
 
     Entries beyond a row's count or size are garbage by contract (NaN, wrong tokens) and must change nothing.
     """

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import jsonargparse
 
-from jspec.benches import BENCHES
+from jspec.benches import BENCHES, is_text
 from jspec.device import Accel
 from jspec.models.load import DEFAULT_TARGET
 
@@ -72,6 +72,9 @@ class Options:
                 raise ValueError(f"{_flag(name)} must be {least} or above, got {value}")
         if self.seed >= 1 << 32:
             raise ValueError(f"--seed must be below 2**32, got {self.seed}")
+        for name, texts in (("prompt", self.prompt), ("stop", self.stop)):
+            if not all(map(is_text, texts)):
+                raise ValueError(f"{_flag(name)} has bytes that are not UTF-8")
         if "" in self.stop:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:

@@ -74,6 +74,34 @@ def chunks(count: int, capacity: int) -> list[int]:
     return out
 
 
+def _room(plan: Plan, capacity: int) -> int:
+    """Known tokens that a row can have."""
+    return min(capacity, plan.config.max_positions)
+
+
+def check_prompt(
+    plan: Plan, prompt: Sequence[int], capacity: int, max_new_tokens: int
+) -> Int[np.ndarray, " n"]:
+    """A prompt's ids as an array, after making sure that it can be admitted.
+
+    Raises:
+      ValueError: an empty prompt, a token outside the vocabulary, no room for a new token, or none wanted.
+    """
+    ids = np.asarray(prompt, np.int64).reshape(-1)
+    vocab, room = plan.config.vocab_size, _room(plan, capacity)
+    if not ids.size:
+        raise ValueError("prompt must have at least one token")
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise ValueError(f"prompt has a token outside the vocabulary 0..{vocab - 1}")
+    if ids.size >= room:
+        raise ValueError(
+            f"prompt of {ids.size} tokens is longer than the context allows, {room - 1}"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be 1 or above, got {max_new_tokens}")
+    return ids.astype(np.int32)
+
+
 def admit(
     plan: Plan,
     params: Params,
@@ -95,23 +123,12 @@ def admit(
       max_new_tokens: at least 1. The cache or the target's context may end the row earlier.
 
     Raises:
-      ValueError: an empty prompt, a token outside the vocabulary, or no room for a new token.
+      ValueError: no such slot; a prompt that ``check_prompt`` refuses.
     """
-    ids = np.asarray(prompt, np.int32).reshape(-1)
     capacity = state.capacity
-    room = min(capacity, plan.config.max_positions)
-    if not ids.size:
-        raise ValueError("prompt must have at least one token")
-    if ids.min() < 0 or ids.max() >= plan.config.vocab_size:
-        raise ValueError(
-            f"prompt has a token outside the vocabulary 0..{plan.config.vocab_size - 1}"
-        )
-    if ids.size >= room:
-        raise ValueError(
-            f"prompt of {ids.size} tokens is longer than the context allows, {room - 1}"
-        )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be 1 or above, got {max_new_tokens}")
+    if not 0 <= slot < state.rows.done.shape[0]:
+        raise ValueError(f"slot must be in 0..{state.rows.done.shape[0] - 1}, got {slot}")
+    ids = check_prompt(plan, prompt, capacity, max_new_tokens)
     one = _fresh(plan, params, state)
     at = 0
     for width in chunks(ids.size - 1, capacity):
@@ -127,7 +144,7 @@ def admit(
         tokens=known,
         prompt=np.asarray([index], np.int32),
         start=np.asarray([ids.size], np.int32),
-        limit=np.asarray([min(ids.size + max_new_tokens, room)], np.int32),
+        limit=np.asarray([min(ids.size + max_new_tokens, _room(plan, capacity))], np.int32),
         done=np.zeros((1,), bool),
     )
     return _insert(state, np.int32(slot), dataclasses.replace(one, rows=rows))

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
 from jspec.comparison import Comparison
-from jspec.decode import absorb, commit, judge, observe, propose
+from jspec.decode import decode_round
 from jspec.device import default_dtype, keep_compilations, pick_accelerator
 from jspec.driver import Event
 from jspec.method import Method
@@ -35,7 +35,6 @@ from jspec.report import (
 from jspec.sampling import Sampling
 from jspec.state import MAX_BUDGET, Plan, capacity_for, new_state
 from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target_stops
-from jspec.verification import verify
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 DRAWN_ROUNDS = 3  # of --tree
@@ -71,6 +70,7 @@ class Job(NamedTuple):
     plan: Plan
     prompts: list[Prompt]
     ids: list[list[int]]
+    stops: Int32[np.ndarray, "S V"]
 
     @property
     def params(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
-        decode(job, Console())
+        decode(job, Console(width=None if sys.stdout.isatty() else 120))
     except KeyboardInterrupt:
         return 130
     return 0
@@ -111,7 +111,7 @@ def prepare(options: Options) -> Job:
     plan = Plan(target.config, method, sampling, attention=attention)
     ids = [encode_prompt(target, prompt) for prompt in prompts]
     capacity_for(plan, max(map(len, ids)) + options.max_new_tokens)
-    return Job(options, target, plan, prompts, ids)
+    return Job(options, target, plan, prompts, ids, target_stops(target, options.stop))
 
 
 def make_method(options: Options) -> Method:
@@ -153,9 +153,8 @@ def read_all(options: Options) -> list[Prompt]:
 def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
-    stops = target_stops(job.target, options.stop)
     if options.tree:
-        draw_rounds(job, stops, console)
+        draw_rounds(job, console)
     run = Comparison(
         job.plan,
         job.params,
@@ -164,7 +163,7 @@ def decode(job: Job, console: Console) -> None:
         baseline=options.baseline,
         batch=options.batch,
         seed=options.seed,
-        stops=stops,
+        stops=job.stops,
         rounds=SHOWN_ROUNDS if options.batch == 1 else 1 << 30,
         profile=options.profile,
     )
@@ -206,11 +205,11 @@ class Screen:
         self._console.print(line, no_wrap=True, overflow="ellipsis")
 
 
-def draw_rounds(job: Job, stops: Int32[np.ndarray, "S V"], console: Console) -> None:
+def draw_rounds(job: Job, console: Console) -> None:
     """Draws the trees of the first prompt's first rounds, from the steps of a round."""
     plan, options, prompt = job.plan, job.options, job.ids[0]
     capacity = capacity_for(plan, len(prompt) + options.max_new_tokens)
-    state = new_state(plan, job.params, 1, capacity, jax.random.key(options.seed), stops)
+    state = new_state(plan, job.params, 1, capacity, jax.random.key(options.seed), job.stops)
     state = admit(plan, job.params, state, 0, prompt, 0, options.max_new_tokens)
 
     def word(token):
@@ -220,20 +219,13 @@ def draw_rounds(job: Job, stops: Int32[np.ndarray, "S V"], console: Console) -> 
     for _ in range(DRAWN_ROUNDS):
         if state.rows.done[0]:
             break
-        verdict, state = _round(plan, job.params, state)
+        state, verdict = _round(plan, job.params, state)
         console.out(draw_text(verdict.tree, 0, word, verdict.path[0]), highlight=False)
         bonus = verdict.tokens[0, verdict.path[0, verdict.count[0] - 1]]
         console.out(f"then {word(int(bonus))!r}\n", highlight=False)
 
 
-@partial(jax.jit, static_argnums=0)
-def _round(plan, params, state):
-    proposal, state = propose(plan, params, state)
-    verified = verify(plan, params, state, proposal.tree)
-    verdict = judge(plan, proposal.tree, verified)
-    state, kept = commit(plan, state, verified, verdict)
-    state = absorb(plan, params, state, verdict, kept)
-    return verdict, observe(plan, params, state, verdict)
+_round = partial(jax.jit, static_argnums=0)(decode_round)
 
 
 def make_report(job: Job, run: Comparison) -> dict[str, Any]:

@@ -5,6 +5,7 @@ owns its slot of them. The others are shared by the batch. That split is all tha
 """
 
 import dataclasses
+import itertools
 import typing
 
 import jax
@@ -36,7 +37,8 @@ class Plan:
       attention: implementation of ``tree_attention``; None picks for the platform.
 
     Raises:
-      ValueError: a budget outside 1..512.
+      ValueError: a budget outside 1..512, buckets that do not ascend from 1 or above, or needs that the target cannot
+        serve.
     """
 
     config: ModelConfig
@@ -48,6 +50,15 @@ class Plan:
     def __post_init__(self):
         if not 1 <= self.method.budget <= MAX_BUDGET:
             raise ValueError(f"budget must be in 1..{MAX_BUDGET}, got {self.method.budget}")
+        if any(a >= b for a, b in itertools.pairwise((0, *self.buckets))):
+            raise ValueError(f"buckets must ascend from 1 or above, got {self.buckets}")
+        needs, vocab, layers = self.method.needs, self.config.vocab_size, self.config.num_layers
+        if not 0 <= needs.top_k <= vocab:
+            raise ValueError(f"top tokens wanted must be in 0..{vocab}, got {needs.top_k}")
+        if bad := [t for t in needs.taps if not 0 <= t <= layers]:
+            raise ValueError(f"taps must be in 0..{layers}, got {bad[0]}")
+        if needs.lookahead:
+            raise ValueError("lookahead rows are not there yet")
 
     @property
     def path(self) -> int:
@@ -81,9 +92,7 @@ class Rows:
     """What is known of each row, and counts of what happened to it. P path slots, R ranks, S sources."""
 
     tokens: Int[Array, "B X"]  # prompt and output; X = C + 1; the first ``length + 1`` are known
-    prompt: Int[
-        Array, " B"
-    ]  # index of the prompt in the input: with the seed and a position it fixes a draw
+    prompt: Int[Array, " B"]  # its index in the input; with seed and position it fixes a draw
     start: Int[Array, " B"]  # prompt tokens
     limit: Int[Array, " B"]  # known tokens at which the row ends
     done: Bool[Array, " B"]
@@ -92,9 +101,7 @@ class Rows:
     emitted: Int[Array, " B"]  # before a stop or the limit cuts the last round
     verified: Int[Array, " B"]  # tree nodes the target ran
     by_depth: Int[Array, "B P"]  # rounds whose accepted path reached the depth
-    by_rank: Int[
-        Array, "B R"
-    ]  # accepted nodes by rank among their siblings, the last entry: or worse
+    by_rank: Int[Array, "B R"]  # accepted nodes by rank among siblings; last entry: or worse
     by_source: Int[Array, "B S"]  # accepted nodes by who proposed them
     trace: Int[Array, "B X"]  # tokens each round emitted, before the cut
 
@@ -107,9 +114,7 @@ class DecodeState:
     rows: Rows
     method: MethodState
     key: Key[Array, ""]
-    stops: Int[
-        Array, "states V"
-    ]  # stop automaton: next state by state and token; ``states`` itself means stop
+    stops: Int[Array, "states V"]  # next state by state and token; ``states`` itself means stop
     histogram: Int[Array, " buckets"]  # rounds by row bucket
     draft_passes: Int[Array, ""]
 
@@ -133,7 +138,7 @@ def capacity_for(plan: Plan, tokens: int) -> int:
     """The smallest capacity bucket that holds texts of ``tokens`` tokens and a last round's full path.
 
     Raises:
-      ValueError: above the largest bucket and below the target's context.
+      ValueError: the target's context allows such a text, but no cache is that large.
     """
     need = min(tokens + plan.path, plan.config.max_positions)
     for capacity in CAPACITIES:
@@ -164,8 +169,7 @@ def new_state(
     """
     config = plan.config
     if stops is None:
-        eos = jnp.asarray(config.eos_ids, jnp.int32)
-        stops = jnp.zeros((1, config.vocab_size), jnp.int32).at[0, eos].set(1, mode="drop")
+        stops = np.isin(np.arange(config.vocab_size), config.eos_ids).astype(np.int32)[None]
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     dtype = params["target"]["embed"].dtype
 

