@@ -1,5 +1,6 @@
 """What a target is: its architecture and sizes, read from a hub config or from GGUF metadata."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -34,6 +35,12 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = LLAMA3_ORIGINAL_CONTEXT
+
+    def __post_init__(self):
+        if not 0 < self.factor < math.inf:
+            raise TargetError(f"the factor of rope scaling must be positive, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor or self.original_max_position < 1:
+            raise TargetError("rope scaling needs low_freq_factor below high_freq_factor, positive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +83,18 @@ class ModelConfig:
             raise TargetError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
 
+@contextlib.contextmanager
+def _understood(what: str):
+    """Whatever goes wrong on values of a wrong type is a ``TargetError`` about ``what``."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TargetError(f"{what} cannot be understood: {error}") from None
+
+
+@_understood("config.json")
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The config of a hub-style ``config.json``, with rope keys of transformers 4 or 5.
 
@@ -92,7 +111,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = config.get("head_dim") or (128 if arch == "qwen3" else hidden // heads)
     max_positions = int(config.get("max_position_embeddings") or 2048)
     theta, scaling = _rope(config, max_positions)
-    return ModelConfig(
+    return _possible(
         arch=arch,
         vocab_size=_size(config, "vocab_size"),
         hidden_size=hidden,
@@ -142,6 +161,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+@_understood("the GGUF metadata")
 def from_gguf(
     fields: Mapping[str, Any], *, tie_embeddings: bool, rope_divisors: list[float] | None = None
 ) -> ModelConfig:
@@ -179,7 +199,7 @@ def from_gguf(
     elif kind != "none":
         raise TargetError(f"rope scaling {kind!r} is not supported (supported: linear, llama3)")
     eos = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    return ModelConfig(
+    return _possible(
         arch=arch,
         vocab_size=len(fields.get("tokenizer.ggml.tokens", ())) or int(get("vocab_size")),
         hidden_size=hidden,
@@ -200,11 +220,18 @@ def from_gguf(
     )
 
 
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids as configs write them: one, several or none."""
+def as_ids(value: Any) -> tuple[int, ...]:
+    """Token ids as configs write them: one, several or none.
+
+    Raises:
+      TargetError: they are not integers.
+    """
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise TargetError(f"the end tokens must be integers, got {value!r}")
+    return tuple(ids)
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -219,7 +246,7 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
         if default is None:
             raise TargetError(f"{path.parent} has no {path.name}") from None
         return default
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TargetError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise TargetError(f"{path} does not hold a JSON object")
@@ -234,9 +261,21 @@ def _known(arch):
 
 
 def _size(config, key):
-    if not isinstance(config.get(key), int):
-        raise TargetError(f"config.json lacks an integer {key!r}")
-    return config[key]
+    size = config.get(key)
+    if not isinstance(size, int) or size < 1:
+        raise TargetError(f"config.json lacks an integer {key!r} of 1 or above")
+    return size
+
+
+def _possible(**values):
+    """The config with these values, of a model that can exist."""
+    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim", "ffn_size"):
+        if values[name] < 1:
+            raise TargetError(f"the target's {name} must be 1 or above, got {values[name]}")
+    for name in ("norm_eps", "rope_theta", "max_positions"):
+        if not 0 < values[name] < math.inf:
+            raise TargetError(f"the target's {name} must be positive, got {values[name]}")
+    return ModelConfig(**values)
 
 
 def _refuse_unserved(config):

@@ -68,16 +68,25 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise TargetError(f"{path} cannot be read: {error}") from None
+        if not backend.get_vocab_size():
+            raise TargetError(f"{path} has no tokens")
         config = read_json(folder / "tokenizer_config.json", {})
         special = {}
         for key, value in config.items():
             if re.fullmatch("(bos|eos|unk|sep|pad|cls|mask)_token", key) and value is not None:
-                special[key] = value["content"] if isinstance(value, dict) else value
+                special[key] = value.get("content") if isinstance(value, dict) else value
         template = config.get("chat_template")
         if isinstance(template, list):
-            template = {named["name"]: named["template"] for named in template}.get("default")
+            named = (one for one in template if isinstance(one, dict))
+            template = next((t.get("template") for t in named if t.get("name") == "default"), None)
         if (jinja := folder / "chat_template.jinja").is_file():
-            template = jinja.read_text(encoding="utf-8")
+            try:
+                template = jinja.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise TargetError(f"{jinja} cannot be read: {error}") from None
+        for key, value in {"chat_template": template or "", **special}.items():
+            if not isinstance(value, str):
+                raise TargetError(f"{key} in {folder}/tokenizer_config.json must be a text")
         own_eos = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
         eos_ids = (
             as_ids(read_json(folder / "generation_config.json", {}).get("eos_token_id"))
@@ -90,7 +99,11 @@ class Tokenizer:
         """The ids of raw text, with the begin token where the model has one.
 
         Special tokens that are written out in the text become those tokens.
+
+        Raises:
+          ValueError: a text that UTF-8 cannot hold.
         """
+        text.encode()  # the library's own error is a TypeError about types
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
@@ -121,7 +134,7 @@ class Tokenizer:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **variables
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template fails: {error}") from None
 
     def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
@@ -146,6 +159,8 @@ class Tokenizer:
 
 
 def _byte_level(token: str) -> bytes:
+    if not _BYTE_OF.keys() >= set(token):
+        return token.encode()
     return bytes(_BYTE_OF[char] for char in token)
 
 

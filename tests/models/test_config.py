@@ -134,6 +134,22 @@ def test_hub_keys(changes, expected):
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq-quantised"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"head_dim": 7}, "head_dim must be even"),
+        ({"head_dim": [1]}, "config.json cannot be understood"),
+        ({"head_dim": -2}, "head_dim must be 1 or above, got -2"),
+        ({"rope_parameters": 5}, "config.json cannot be understood"),
+        ({"rms_norm_eps": None}, "config.json cannot be understood"),
+        ({"rms_norm_eps": math.nan}, "norm_eps must be positive, got nan"),
+        ({"rope_theta": "x"}, "config.json cannot be understood"),
+        ({"max_position_embeddings": math.inf}, "config.json cannot be understood"),
+        ({"quantization_config": "x"}, "config.json cannot be understood"),
+        ({"layer_types": 5}, "config.json cannot be understood"),
+        ({"num_attention_heads": 0}, "integer 'num_attention_heads' of 1 or above"),
+        ({"num_hidden_layers": 0}, "integer 'num_hidden_layers' of 1 or above"),
+        ({"vocab_size": -1}, "integer 'vocab_size' of 1 or above"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor .* must be positive, got 0"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "low_freq_factor below"),
+        ({"eos_token_id": "</s>"}, "end tokens must be integers, got '</s>'"),
+        ({"eos_token_id": [[2]]}, "end tokens must be integers"),
     ],
 )
 def test_what_is_not_served_is_refused_in_one_line(changes, message):
@@ -197,6 +213,8 @@ def test_gguf_rope_scaling():
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
         ({"llama.rope.dimension_count": 4}, "partial rotary"),
         ({"llama.attention.value_length": 16}, "keys and values"),
+        ({"llama.attention.head_count": [4, 4]}, "the GGUF metadata cannot be understood"),
+        ({"llama.block_count": 0}, "num_layers must be 1 or above"),
     ],
 )
 def test_gguf_metadata_that_is_not_served(changes, message):
@@ -217,7 +235,7 @@ def test_read_json(tmp_path):
     assert read_json(path, {"a": 1}) == {"a": 1}
     with pytest.raises(TargetError, match=r"has no config\.json"):
         read_json(path)
-    for content in ("{", "[]", "\xff"):
+    for content in ("{", "[]", "\xff", "[" * 100_000):
         path.write_text(content, encoding="latin-1")
         with pytest.raises(TargetError, match=r"config\.json"):
             read_json(path)

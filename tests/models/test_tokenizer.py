@@ -137,12 +137,38 @@ def test_no_template_or_a_refusing_one_is_one_clear_line(tmp_path):
         Tokenizer(small_backend(), "{% if %}").chat(CHATS[0])
     with pytest.raises(ValueError, match=r"^the chat template fails"):
         Tokenizer(small_backend(), "{{ messages.append(1) }}").chat(CHATS[0])  # sandboxed
+    for template in ("{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ raise_exception() }}"):
+        with pytest.raises(ValueError, match=r"^the chat template fails"):
+            Tokenizer(small_backend(), template).chat(CHATS[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": 5},
+        {"chat_template": [{"name": "default", "template": 5}]},
+        {"bos_token": 5},
+        {"eos_token": {}},
+        {"eos_token": {"content": [1]}},
+    ],
+)
+def test_settings_of_a_wrong_type(tmp_path, config):
+    with pytest.raises(TargetError, match=rf"{next(iter(config))} in .* must be a text$"):
+        Tokenizer.from_dir(write_tokenizer(tmp_path, **config))
+
+
+def test_text_that_utf8_cannot_hold():
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        Tokenizer(small_backend()).encode("half a \ud83d")
 
 
 def test_unreadable_files_are_one_clear_line(tmp_path):
     with pytest.raises(TargetError, match=r"has no tokenizer\.json$"):
         Tokenizer.from_dir(tmp_path)
     folder = write_tokenizer(tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TargetError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer.from_dir(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(TargetError, match=r"tokenizer_config\.json cannot be read"):
         Tokenizer.from_dir(folder)
