@@ -123,27 +123,38 @@ def check_writable(path: Path) -> None:
       ValueError: it cannot.
     """
     try:
-        if path.exists():
+        if path.is_file() or path.is_dir():  # not a pipe: it would wait for a reader
             path.open("a").close()
         if path.is_file() or not path.exists():
             tempfile.TemporaryFile(dir=path.resolve().parent).close()
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ValueError(f"cannot write {path}: {_reason(error)}") from None
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Writes a report, all of it or nothing."""
+    """Writes a report, all of it or nothing.
+
+    Raises:
+      OSError: it cannot be written.
+    """
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    if path.exists() and not path.is_file():  # a pipe or a device
-        path.write_text(text, encoding="utf-8")
-        return
-    path = path.resolve()  # a link keeps pointing to it
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.write_text(text, encoding="utf-8")
+            return
+        place = path.resolve()  # a link keeps pointing to it
+        partial = place.with_name(f".jspec-{os.getpid()}.partial")  # not longer than a name may be
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, place)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"cannot write {path}: {_reason(error)}") from None
+
+
+def _reason(error: OSError | RuntimeError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def describe_run() -> dict[str, str]:

@@ -106,6 +106,29 @@ def test_paths_that_cannot_be_written(tmp_path):
             report.check_writable(wrong)
 
 
+def test_odd_paths(tmp_path):
+    longest = tmp_path / ("x" * 255)
+    report.check_writable(longest)
+    report.write_json(longest, {})
+    assert longest.read_text() == "{}\n"
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for wrong in (circle, tmp_path / ("x" * 256)):
+        with pytest.raises(ValueError, match=f"cannot write {wrong}: "):
+            report.check_writable(wrong)
+        with pytest.raises(OSError, match=f"cannot write {wrong}: "):
+            report.write_json(wrong, {})
+    os.mkfifo(tmp_path / "pipe")
+    report.check_writable(tmp_path / "pipe")  # without a reader
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_device():
+    report.check_writable(report.Path("/dev/full"))
+    with pytest.raises(OSError, match="cannot write /dev/full: No space left on device"):
+        report.write_json(report.Path("/dev/full"), {})
+
+
 def small_report(**summary):
     return {
         "target": "[bold]x[/]",

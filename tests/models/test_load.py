@@ -139,6 +139,12 @@ def test_an_unknown_target_lists_what_would_be_right(name):
         load_target(name)
 
 
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "a" * 5000, "a/" + "b" * 5000])
+def test_a_name_that_can_be_no_path(name):
+    with pytest.raises(TargetError, match=r"^no target "):
+        load_target(name)
+
+
 class TestDamage:
     """Each damaged directory is one clear line."""
 
@@ -171,6 +177,19 @@ class TestDamage:
         load_target(folder)
         (folder / "model-00002-of-00002.safetensors").unlink()
         self.refuse(folder, "model-00002-of-00002.safetensors is missing")
+
+    @pytest.mark.parametrize("weight_map", [5, ["x"], {"a": 5}, {"a": ["x"]}, {"a": None}])
+    def test_a_weight_map_of_a_wrong_type(self, model, weight_map):
+        index = model[0] / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        self.refuse(model[0], "the weight_map in .* names no files")
+
+    @pytest.mark.parametrize("dtype", [np.int8, np.int32, bool, ml_dtypes.float8_e4m3fn])
+    def test_weights_that_are_no_plain_floats(self, model, dtype):
+        folder, _, weights = model
+        name = min(weights)
+        save_file(weights | {name: weights[name].astype(dtype)}, folder / "model.safetensors")
+        self.refuse(folder, f"{name} in .* is stored as .*supported: F64, F32, F16, BF16")
 
     @pytest.mark.parametrize("keep", [0, 5, 100, -1])
     def test_truncated_weights(self, model, keep):
