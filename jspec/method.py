@@ -61,9 +61,9 @@ class Proposal(NamedTuple):
 class Verdict(NamedTuple):
     """All that the target said about one tree.
 
-    B rows, N nodes, P = needs.depth + 1 path slots, k = needs.top_k, T = len(needs.taps), H hidden width. While a prompt
-    is read, the tree is a chunk of it, a chain accepted whole: then N and P are the chunk's width, and ``tokens`` are
-    the target's likeliest ones, since nothing is drawn.
+    B rows, N nodes, P = needs.depth + 1 path slots, k = needs.top_k, T = len(needs.taps), H hidden width. While a
+    prompt is read, the tree is a chunk of it, a chain accepted whole: then N and P are the chunk's width, and
+    ``tokens`` are the target's likeliest ones, since nothing is drawn.
     """
 
     tree: Tree  # the tree that was verified (after narrowing)

@@ -93,6 +93,9 @@ def test_a_file_of_prompts(tmp_path):
         '{"messages": "hi"}',
         '{"messages": [{"role": "user"}]}',
         '{"messages": [{"role": "user", "content": 3}]}',
+        '{"id": "\\ud800", "prompt": "HI"}',
+        '{"prompt": "\\ud800"}',
+        "[" * 100_000,
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line):

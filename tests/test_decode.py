@@ -9,6 +9,7 @@ import pytest
 
 from jspec.decode import absorb, advance, commit, generate, judge, observe, propose, write_rows
 from jspec.driver import Stream, decode_all, outcome
+from jspec.method import Needs, Proposal
 from jspec.methods import ar, prompt_lookup, token_recycling
 from jspec.models.transformer import fuse
 from jspec.prefill import _insert, _read_chunk, admit, chunks
@@ -16,6 +17,7 @@ from jspec.replay import record, replay
 from jspec.sampling import Sampling
 from jspec.state import KVCache, Plan, capacity_for, new_state
 from jspec.stopping import stop_table
+from jspec.tree import root_only
 from jspec.verification import verify
 from tests.drafters import echo
 
@@ -309,8 +311,54 @@ def test_admit_refuses(tiny, prompt, most, match):
         admit(plan, params, state, 0, prompt, 0, most)
 
 
+def rooted(tree_of):
+    """A method of one-node trees, whatever they are."""
+    return ar()._replace(
+        budget=2, propose=lambda p, s, roots, keep=None: (Proposal(tree_of(roots)), s)
+    )
+
+
+@pytest.mark.parametrize(
+    "tree_of",
+    [
+        lambda roots: root_only(roots + 1, 2),  # another root
+        lambda roots: dataclasses.replace(root_only(roots, 2), size=0 * roots),  # none
+    ],
+)
+def test_a_row_advances_from_its_last_token_whatever_is_proposed(tiny, story, tree_of):
+    config, params = tiny
+    prompt, tokens = story
+    plan = Plan(config, rooted(tree_of))
+    assert run(plan, params, prompt, max_new_tokens=12).tokens == tokens[:12]
+
+
+def test_trees_above_the_budget_are_refused(tiny):
+    config, params = tiny
+    plan = Plan(config, rooted(lambda roots: root_only(roots, 3)))
+    with pytest.raises(ValueError, match="proposed trees of 3 nodes, its budget is 2"):
+        Stream(plan, params, [[1]], max_new_tokens=5)
+
+
 def test_other_refusals(tiny):
     config, params = tiny
+    needing = [
+        (Needs(top_k=62), r"top tokens wanted must be in 0\.\.61"),
+        (Needs(taps=(0, 3)), r"taps must be in 0\.\.2, got 3"),
+        (Needs(lookahead=1), "not there yet"),
+    ]
+    for needs, match in needing:
+        with pytest.raises(ValueError, match=match):
+            Plan(config, ar()._replace(needs=needs))
+    with pytest.raises(ValueError, match="buckets must ascend"):
+        Plan(config, ar(), buckets=(4, 4))
+    state = new_state(Plan(config, ar()), params, 2, 256, jax.random.key(0))
+    for slot in (-1, 2):
+        with pytest.raises(ValueError, match=r"slot must be in 0\.\.1"):
+            admit(Plan(config, ar()), params, state, slot, [1], 0, 5)
+    once = Stream(Plan(config, ar()), params, [[1]], max_new_tokens=1)
+    list(once)
+    with pytest.raises(RuntimeError, match="once"):
+        list(once)
     with pytest.raises(ValueError, match="batch must be 1 or above"):
         Stream(Plan(config, ar()), params, [[1]], max_new_tokens=5, batch=0)
     with pytest.raises(ValueError, match=r"budget must be in 1\.\.512"):

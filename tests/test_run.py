@@ -227,7 +227,14 @@ BAD = {
     "a depth of ar": (["--method", "ar", "--depth", "2"], "ar has no depth"),
     "depth 0": (["--depth", "0"], "--depth must be 1 or above"),
     "temperature below 0": (["--temperature", "-1"], "temperature must be 0 or at least"),
-    "an endless temperature": (["--temperature", "inf"], "--temperature: expected a number"),
+    "an endless temperature": (["--temperature", "inf"], "--temperature: expected a finite number"),
+    "no temperature": (
+        ["--temperature", "nan"],
+        "--temperature: expected a finite number, got nan",
+    ),
+    "an empty target": (["--target", ""], "--target must not be empty"),
+    "a target of bytes": (["--target", "\udcff"], "--target has bytes that are not UTF-8"),
+    "too long a target": (["--target", "x" * 5000], "File name too long"),
     "top-p 0": (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
     "top-p above 1": (["--top-p", "1.5"], "top_p must be in (0, 1], got 1.5"),
     "min-p above 1": (["--min-p", "2"], "min_p must be in [0, 1], got 2.0"),
@@ -298,6 +305,14 @@ def test_a_wrong_line_in_a_file_of_prompts(folder, capsys, tmp_path, content, sa
         ("bugdet: 3", "bugdet"),
         ("budget: many", "--budget: expected a whole number, got many"),
         ("stop: x", "prompt and stop must be lists"),
+        ("prompt: 5", "prompt and stop must be lists"),
+        ("prompt: {a: b}", "prompt and stop must be lists"),
+        ("stop: null", "--stop must not be null"),
+        ("seed: null", "--seed must not be null"),
+        ("target: null", "--target must not be null"),
+        ("smart: null", "--smart must not be null"),
+        ('prompt: ["\\ud800"]', "config"),
+        ("[" * 100_000, "config"),
         ("{a: [", "config"),
         ("3", "config"),
     ],
@@ -352,6 +367,14 @@ def test_downloads_that_are_not_what_they_should_be(
     assert_refused(capsys, argv, says)
     kept = [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.suffix != ".lock"]
     assert kept == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_report_that_cannot_be_written(folder, capsys):
+    argv = ["--target", str(folder), "--prompt", "HI", "--max-new-tokens", "1", "--no-baseline"]
+    assert run.main([*argv, "--method", "ar", "--json", "/dev/full"]) == 2
+    err = capsys.readouterr().err
+    assert err == "jspec: error: cannot write /dev/full: No space left on device\n"
 
 
 def test_an_interrupted_run_ends_quietly(folder, capsys, monkeypatch):

@@ -6,7 +6,7 @@ from drafters import echo
 from tiny_target import BOS, EOS, write_target
 
 import jspec
-from jspec.text import Typist
+from jspec.text import Typist, encode_prompt, target_stops
 
 PROMPTS = ["HELLO THERE", "A", "1,2,1,2,1,2,1", "WHO ARE YOU? WHO ARE YOU?"]
 
@@ -142,6 +142,16 @@ def test_the_limit_is_kept_inside_an_accepted_path(target, knowing, most):
     (ours,) = jspec.generate_text(target, "ABC", method, max_new_tokens=most)
     assert ours.finished.tokens == tokens[:most]
     assert ours.finished.rounds == -(-most // 4)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(target):
+    config = dataclasses.replace(target.config, vocab_size=20, eos_ids=(-1, 19, 61))
+    small = dataclasses.replace(target, config=config)
+    with pytest.raises(ValueError, match=r"^prompt 'x' has the token \d+, .* ends at 19$"):
+        encode_prompt(small, jspec.Prompt("x", text="HI"))
+    assert encode_prompt(small, jspec.Prompt("x", text="")) == [0]  # the begin token is beyond
+    table = target_stops(small, ["1"])
+    assert table.shape == (1, 20) and [i for i in range(20) if table[0, i]] == [16, 19]
 
 
 def test_the_context_ends_an_answer(target):

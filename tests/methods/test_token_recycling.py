@@ -202,7 +202,7 @@ def test_refuses_bad_arguments():
             token_recycling(**({"budget": 4} | {name: 0}))
     with pytest.raises(ValueError, match="scope must be 'prompt' or 'kept', got 'none'"):
         token_recycling(4, scope="none")
-    with pytest.raises(ValueError, match="memory must be a table of shape"):
+    with pytest.raises(ValueError, match="memory must be integers of shape"):
         token_recycling(4).init(PARAMS, 1, 32, np.zeros((VOCAB, 3), np.int32))
     with pytest.raises(ValueError, match=r"tokens must be in 0\.\.7"):
         seed_table([1, 8], 8)
