@@ -139,7 +139,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         where = f"{path}, line {number}"
         try:
             prompt = _parse(json.loads(line), number)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from None
         prompts.append(dataclasses.replace(prompt, where=where))
     if not prompts:
@@ -153,6 +153,8 @@ def _parse(row: Any, number: int) -> Prompt:
         raise ValueError('a line must be an object with one of "prompt", "messages" or "text"')
     (kind,) = kinds
     id, value = str(row.get("id", number)), row[kind]
+    if not is_text(id):
+        raise ValueError('"id" must be a text')
     if kind == "messages":
         if not (isinstance(value, list) and value and all(map(_is_message, value))):
             raise ValueError('"messages" must be a list of {"role": text, "content": text}')

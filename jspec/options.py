@@ -72,9 +72,12 @@ class Options:
                 raise ValueError(f"{_flag(name)} must be {least} or above, got {value}")
         if self.seed >= 1 << 32:
             raise ValueError(f"--seed must be below 2**32, got {self.seed}")
-        for name, texts in (("prompt", self.prompt), ("stop", self.stop)):
+        given = {"prompt": self.prompt, "stop": self.stop, "target": (self.target,)}
+        for name, texts in given.items():
             if not all(map(is_text, texts)):
                 raise ValueError(f"{_flag(name)} has bytes that are not UTF-8")
+        if not self.target:
+            raise ValueError(f"--target must not be empty: its default is {DEFAULT_TARGET}")
         if "" in self.stop:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
@@ -107,10 +110,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="options in YAML")
     for field in dataclasses.fields(Options):
         _add(parser, field)
-    chosen = parser.parse_args(argv)
+    try:
+        chosen = parser.parse_args(argv)
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        # jsonargparse trips over YAML of another shape than it expects
+        raise ValueError(_one_line(str(error))) from None
     values = {}
     for field in dataclasses.fields(Options):
         value = chosen[field.name]
+        if value is None and field.default is not None:
+            raise ValueError(f"{_flag(field.name)} must not be null: leave it out")
         if typing.get_args(field.type)[0] is Switch and isinstance(value, bool):
             value = "on" if value else "off"  # what YAML makes of them
         values[field.name] = tuple(value) if isinstance(value, list) else value
@@ -140,15 +149,19 @@ def _flag(name: str) -> str:
 _KINDS = {
     "<class 'bool'>": "on or off",
     "<class 'int'>": "a whole number",
-    "<class 'float'>": "a number",
+    "<class 'float'>": "a finite number",
     "<class 'str'>": "text",
 }
+
+
+# what jsonargparse says of a text, a number or a mapping where a list should be
+_NO_LIST = ("does not support item assignment", "is not iterable", "changed size during iteration")
 
 
 def _one_line(message: str) -> str:
     """jsonargparse's message, in one line and in the words of the command line."""
     line = " ".join(message.split())
-    if "does not support item assignment" in line:
+    if any(says in line for says in _NO_LIST):
         return "in a config file, prompt and stop must be lists"
     if key := re.fullmatch(r'Parser key "(\w+)":? (.*)', line):
         line = f"{_flag(key[1])}: {key[2]}"

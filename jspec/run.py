@@ -79,17 +79,24 @@ class Job(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 2 for a wrong argument, 130 when interrupted."""
+    """The command; returns the exit status: 0, 2 for an error of the user's or a full disk, 130 when interrupted."""
     try:
         try:
             job = prepare(parse(argv))
         except ValueError as error:
-            print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        decode(job, Console(width=None if sys.stdout.isatty() else 120))
+            return _fail(error)
+        try:
+            decode(job, Console(width=None if sys.stdout.isatty() else 120))
+        except OSError as error:
+            return _fail(error)
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _fail(error: Exception) -> int:
+    print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
 
 def prepare(options: Options) -> Job:
@@ -264,4 +271,5 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # answers hold characters that a terminal may lack
     sys.exit(main())

@@ -117,8 +117,8 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
     has no chat template.
 
     Raises:
-      ValueError: a prompt that leaves the target's context no room for an answer, or a conversation that its chat
-        template refuses.
+      ValueError: a prompt that leaves the target's context no room for an answer, a conversation that its chat
+        template refuses, or a text that becomes tokens beyond the target's vocabulary.
     """
     name = f"prompt {prompt.id!r}" + (f" ({prompt.where})" if prompt.where else "")
     tokenizer, room = target.tokenizer, target.config.max_positions - 1
@@ -132,8 +132,13 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
         raise ValueError(f"{name}: {error}") from None
     if len(ids) > room:
         raise ValueError(f"{name} has {len(ids)} tokens, the target's context takes at most {room}")
+    vocab = target.config.vocab_size
+    if ids and max(ids) >= vocab:
+        raise ValueError(
+            f"{name} has the token {max(ids)}, the target's vocabulary ends at {vocab - 1}"
+        )
     first = (tokenizer.bos_id, *tokenizer.eos_ids, 0)
-    return ids or [next(i for i in first if i is not None)]
+    return ids or [next(i for i in first if i is not None and 0 <= i < vocab)]
 
 
 def target_stops(target: Target, stop: Sequence[str] = ()) -> Int32[np.ndarray, "S V"]:
@@ -142,11 +147,9 @@ def target_stops(target: Target, stop: Sequence[str] = ()) -> Int32[np.ndarray, 
     Raises:
       ValueError: an empty stop string.
     """
-    config = target.config
-    ids = [i for i in config.eos_ids if i < config.vocab_size]
-    return stop_table(
-        config.vocab_size, ids, stop, target.tokenizer.token_bytes() if stop else None
-    )
+    vocab = target.config.vocab_size
+    ids = [i for i in target.config.eos_ids if 0 <= i < vocab]
+    return stop_table(vocab, ids, stop, target.tokenizer.token_bytes()[:vocab] if stop else None)
 
 
 def shown_text(target: Target, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
