@@ -15,6 +15,8 @@ LLAMA3_ORIGINAL_CONTEXT = (
     8192  # of every published llama3-scaled checkpoint; GGUF does not store it
 )
 
+_LARGEST = 1 << 20  # above every size of a published target
+
 
 class TargetError(ValueError):
     """A target that cannot be served: one line that says what is wrong and what would be right."""
@@ -262,8 +264,8 @@ def _known(arch):
 
 def _size(config, key):
     size = config.get(key)
-    if not isinstance(size, int) or size < 1:
-        raise TargetError(f"config.json lacks an integer {key!r} of 1 or above")
+    if not isinstance(size, int) or not 1 <= size <= _LARGEST:
+        raise TargetError(f"config.json lacks an integer {key!r} in 1..{_LARGEST}")
     return size
 
 
