@@ -31,7 +31,7 @@ from jspec.models.load import Target
 from jspec.models.load import load_target as load
 from jspec.picture import draw_svg, draw_text
 from jspec.prefill import admit
-from jspec.replay import Recording, record, replay
+from jspec.recording import Recording, record, replay
 from jspec.report import summarize
 from jspec.sampling import Sampling
 from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state

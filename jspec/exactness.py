@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from jspec.method import Params
 from jspec.models.transformer import output_logits
-from jspec.replay import text_taps
+from jspec.recording import text_taps
 from jspec.sampling import Sampling, position_noise, warp
 from jspec.state import Plan
 

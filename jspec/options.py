@@ -16,6 +16,7 @@ from jspec.models.load import DEFAULT_TARGET
 Switch = Literal["on", "off"]
 Dtype = Literal["auto", "fp32", "bf16"]
 Attention = Literal["auto", "xla", "pallas"]
+MAX_BATCH = 1024
 ONE_DEVICE = "data=1,model=1"
 
 
@@ -70,6 +71,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{_flag(name)} must be {least} or above, got {value}")
+        if self.batch > MAX_BATCH:
+            raise ValueError(f"--batch must be at most {MAX_BATCH}, got {self.batch}")
         if self.seed >= 1 << 32:
             raise ValueError(f"--seed must be below 2**32, got {self.seed}")
         given = {"prompt": self.prompt, "stop": self.stop, "target": (self.target,)}

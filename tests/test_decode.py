@@ -13,7 +13,7 @@ from jspec.method import Needs, Proposal
 from jspec.methods import ar, prompt_lookup, token_recycling
 from jspec.models.transformer import fuse
 from jspec.prefill import _insert, _read_chunk, admit, chunks
-from jspec.replay import record, replay
+from jspec.recording import record, replay
 from jspec.sampling import Sampling
 from jspec.state import KVCache, Plan, capacity_for, new_state
 from jspec.stopping import stop_table
@@ -264,7 +264,7 @@ def test_taps_are_absorbed_in_order(tiny, story):
     """Every known token reaches the method once, with the taps of a plain forward."""
     config, params = tiny
     prompt, tokens = story
-    from jspec.replay import text_taps
+    from jspec.recording import text_taps
 
     text = np.asarray(prompt + tokens[:40], np.int32)
     want = text_taps(Plan(config, ar()), params, text, (0, 2))

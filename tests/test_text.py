@@ -204,4 +204,4 @@ def test_public_names_are_there_and_no_function_hides_a_module():
     for name in jspec.__all__:
         assert hasattr(jspec, name)
     assert jspec.tree.Tree is jspec.Tree
-    assert "replay" not in jspec.__all__ and jspec.replay.__name__ == "jspec.replay"
+    assert "replay" not in jspec.__all__ and jspec.recording.__name__ == "jspec.recording"

@@ -22,7 +22,7 @@ from jspec.device import device_name
 from jspec.driver import decode_all
 from jspec.methods import ar, prompt_lookup, token_recycling
 from jspec.models.load import load_target
-from jspec.replay import record, replay
+from jspec.recording import record, replay
 from jspec.report import markdown_table, ratio_interval
 from jspec.state import Plan
 
