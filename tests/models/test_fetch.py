@@ -149,6 +149,9 @@ SLOW = """
 """
 
 
+# A process started in the background of a shell ignores Ctrl-C, and so would its children.
+HEED_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
 SLOW_PIP = """
     import os, sys, time
     from pathlib import Path
@@ -163,7 +166,9 @@ SLOW_PIP = """
 
 def start_slow(tmp_path, seconds):
     arguments = [str(tmp_path / "thing"), str(tmp_path / "log"), str(seconds)]
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(SLOW), *arguments])
+    return subprocess.Popen(
+        [sys.executable, "-c", HEED_INTERRUPTS + textwrap.dedent(SLOW), *arguments]
+    )
 
 
 def wait_for(path):
@@ -203,7 +208,7 @@ def test_a_download_that_is_killed_leaves_nothing(cache, index, tmp_path):
     fake.mkdir()
     (fake / "__init__.py").touch()
     (fake / "__main__.py").write_text(textwrap.dedent(SLOW_PIP))
-    code = f"from jspec.models.fetch import *; fetch({FILE!r})"
+    code = HEED_INTERRUPTS + f"from jspec.models.fetch import *; fetch({FILE!r})"
     path = os.pathsep.join([str(tmp_path), *sys.path])
     for how in (signal.SIGKILL, signal.SIGINT):
         process = subprocess.Popen(
