@@ -9,6 +9,7 @@ Greedy. Results are appended to ``results.jsonl`` one cell at a time, and cells 
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -137,8 +138,8 @@ def report(log):
     }
 
     def tau(method, name, budget):
-        row = found[method, name, budget]
-        return sum(row["emitted"]) / sum(row["rounds"])
+        row = found.get((method, name, budget))
+        return sum(row["emitted"]) / sum(row["rounds"]) if row else math.nan
 
     lines = [
         "# Training-free drafters on SmolLM2-135M-Instruct",
@@ -159,11 +160,13 @@ def report(log):
         for budget in BUDGETS:
             cells = []
             for name in BENCHES:
-                row = found[method, name, budget]
-                low, high = ratio_interval(row["emitted"], row["rounds"])
-                cells.append(f"{tau(method, name, budget):.2f} [{low:.2f}, {high:.2f}]")
+                if row := found.get((method, name, budget)):
+                    low, high = ratio_interval(row["emitted"], row["rounds"])
+                    cells.append(f"{tau(method, name, budget):.2f} [{low:.2f}, {high:.2f}]")
+                else:
+                    cells.append("not run yet")
             mean = statistics.mean(tau(method, name, budget) for name in BENCHES)
-            rows.append([method, budget, *cells, mean])
+            rows.append([method, budget, *cells, "-" if math.isnan(mean) else mean])
     lines.append(markdown_table(["method", "budget", *BENCHES, "mean"], rows))
     fast = [r for r in log.rows if r["part"] == "speed"]
     names = (
