@@ -186,7 +186,8 @@ def report(log):
         row = [cell]
         for name in (*BENCHES, "repetitive"):
             ratios = [r["ar 1"] / r[cell] for r in fast if r["bench"] == name]
-            row.append(f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]")
+            spread = ratios and f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+            row.append(f"{statistics.median(ratios):.2f} {spread}" if ratios else "not run yet")
         table.append(row)
     lines.append(markdown_table(["method, budget", *BENCHES, "repetitive"], table))
     lines += ["![Acceptance length against budget](acceptance.svg)", ""]
