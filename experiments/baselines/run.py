@@ -73,9 +73,9 @@ class Log:
 
 def acceptance(target, log):
     params = {"target": target.params}
+    prompts = {b: [p.encode(target.tokenizer) for p in bench(b, 40)] for b in BENCHES}
+    deepest = Plan(target.config, prompt_lookup(BUDGETS[-1]))
     for name in BENCHES:
-        prompts = [p.encode(target.tokenizer) for p in bench(name, 40)]
-        deepest = Plan(target.config, prompt_lookup(BUDGETS[-1]))
         recordings = None
         for budget in BUDGETS:
             keys = {
@@ -87,21 +87,24 @@ def acceptance(target, log):
             if log.has(**keys):
                 continue
             if recordings is None:
-                recordings = record(deepest, params, prompts, max_new_tokens=NEW, batch=8)
+                options = {"max_new_tokens": NEW, "batch": 8}
+                recordings = record(deepest, params, prompts[name], **options)
             plan = Plan(target.config, prompt_lookup(budget))
             log.add(**keys, **counts(replay(plan, params, recordings, max_new_tokens=NEW)))
+    # A cold table is a row's own, so a batch changes nothing; a kept one is shared by the rows.
+    for scope, title, batch in (("prompt", "cold", 10), ("kept", "kept", 2)):
         for budget in BUDGETS:
-            for scope in ("prompt", "kept"):
-                method = "token_recycling " + ("cold" if scope == "prompt" else "kept")
+            plan = Plan(target.config, token_recycling(budget, scope=scope))
+            for name in BENCHES:
+                method = f"token_recycling {title}"
                 keys = {"part": "acceptance", "method": method, "bench": name, "budget": budget}
                 if log.has(**keys):
                     continue
-                plan = Plan(target.config, token_recycling(budget, scope=scope))
-                # A cold table is a row's own, so a batch changes nothing; a kept one is shared by the rows.
-                options = {"max_new_tokens": DECODED, "batch": 10 if scope == "prompt" else 2}
-                options["capacity"] = 512  # of all benches, so that programs are compiled once
-                done, _ = decode_all(plan, params, prompts[:10], **options)
-                log.add(**keys, **counts(done))
+                # One capacity for all benches, so that a program is compiled once.
+                options = {"max_new_tokens": DECODED, "batch": batch, "capacity": 512}
+                log.add(
+                    **keys, **counts(decode_all(plan, params, prompts[name][:10], **options)[0])
+                )
 
 
 def counts(done):
