@@ -398,10 +398,10 @@ def test_help_is_no_error(capsys):
 # From outside.
 
 
-def start(*argv, cache=None, **options):
+def start(*argv, cache=None, run=("-m", "jspec.run"), **options):
     env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     env |= {"JSPEC_CACHE": str(cache)} if cache else {}
-    command = [sys.executable, "-m", "jspec.run", *argv]
+    command = [sys.executable, *run, *argv]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options
     )
@@ -444,7 +444,10 @@ def test_the_default_run_on_the_real_target(tmp_path, smollm2):
 
 @pytest.mark.slow
 def test_an_interrupt_from_the_keyboard(smollm2):
-    process = start("--max-new-tokens", "500")
+    # A process started in the background of a shell ignores Ctrl-C, and so would its children.
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code = heed + "from jspec.run import main; sys.exit(main())"
+    process = start("--max-new-tokens", "500", run=("-c", code))
     process.stdout.readline()
     time.sleep(1)
     process.send_signal(signal.SIGINT)
