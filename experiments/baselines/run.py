@@ -118,7 +118,7 @@ def speed(target, log):
     cells = [(name, budget) for name in makers for budget in SPEED_BUDGETS]
     plans = {("ar", 1): Plan(target.config, ar())}
     plans |= {cell: Plan(target.config, makers[cell[0]](cell[1])) for cell in cells}
-    for name in (*BENCHES, "repetitive"):
+    for name in ("repetitive", *BENCHES):
         for number, prompt in enumerate(bench(name, 5)):
             ids = prompt.encode(target.tokenizer)
             if log.has(part="speed", bench=name, prompt=number):
@@ -190,6 +190,8 @@ def report(log):
         for name in (*BENCHES, "repetitive"):
             ratios = [r["ar 1"] / r[cell] for r in fast if r["bench"] == name]
             spread = ratios and f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+            if 0 < len(ratios) < 5:
+                spread += f" of {len(ratios)} so far"
             row.append(f"{statistics.median(ratios):.2f} {spread}" if ratios else "not run yet")
         table.append(row)
     lines.append(markdown_table(["method, budget", *BENCHES, "repetitive"], table))
