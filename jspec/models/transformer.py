@@ -56,6 +56,14 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return (stay * speed + (1 - stay) * speed / scaling.factor).astype(np.float32)
 
 
+def rope_angles(
+    config: ModelConfig, positions: Int[Array, " M"]
+) -> tuple[Float[Array, "half M"], Float[Array, "half M"]]:
+    """Cosine and sine of how far each pair of dimensions turns at each position, in fp32."""
+    angle = jnp.asarray(rope_frequencies(config))[:, None] * positions.astype(jnp.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def rope(
     x: Float[Array, "heads hd M"], cos: Float[Array, "half M"], sin: Float[Array, "half M"]
 ) -> Float[Array, "heads hd M"]:
@@ -91,13 +99,12 @@ def forward(
             f"taps must be layers 0..{config.num_layers} ({config.num_layers}: final norm), got {bad}"
         )
     heads, head_dim = config.num_heads, config.head_dim
-    angle = jnp.asarray(rope_frequencies(config))[:, None] * positions.astype(jnp.float32)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = rope_angles(config, positions)
     x = params["embed"][tokens].T  # [H, M]
     keys, values, tapped = [], [], {}
     for index, layer in enumerate(params["layers"]):
         y = rms_norm(x, layer["input_norm"], config.norm_eps)
-        z = _product(layer["qkv"], y)  # [kh, G + 2, hd, M]
+        z = product(layer["qkv"], y)  # [kh, G + 2, hd, M]
         if config.qkv_bias:
             z = z + layer["qkv_bias"][..., None]
         q, k, v = z[:, :-2].reshape(heads, head_dim, -1), z[:, -2], z[:, -1]
@@ -108,7 +115,7 @@ def forward(
         mixed = attend(index, q, k, v)
         x = x + layer["o"] @ mixed.reshape(-1, heads * head_dim).T
         y = rms_norm(x, layer["post_norm"], config.norm_eps)
-        gate, up = _product(layer["gate_up"], y)
+        gate, up = product(layer["gate_up"], y)
         x = x + layer["down"] @ (jax.nn.silu(gate) * up)
         keys.append(k)
         values.append(v)
@@ -120,7 +127,7 @@ def forward(
     return Forward(hidden, tuple(keys), tuple(values), jnp.stack(rows, axis=1) if rows else empty)
 
 
-def _product(weight: Array, x: Array) -> Array:
+def product(weight: Array, x: Array) -> Array:
     """``weight [*out, in] @ x [in, M] -> [*out, M]``."""
     return (weight.reshape(-1, weight.shape[-1]) @ x).reshape(*weight.shape[:-1], -1)
 

@@ -1,0 +1,1 @@
+"""Draft heads: flax.nnx modules whose parameters travel as plain pytrees."""

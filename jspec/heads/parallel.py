@@ -1,0 +1,363 @@
+"""The parallel draft head: one pass drafts a whole block of tokens (JetSpec, arXiv 2606.18394; DFlash, 2602.06036).
+
+The target's tapped layers at every known position but the last become keys and values of the head's own layers, each
+projected once and cached. A block, the root (the last known token) and masked slots after it, attends to them and
+within itself; slot i drafts the token i positions after the root. The layers are Qwen3's, so the block runs through
+the target's own ``forward``: what differs between drafting and training is ``attend`` alone.
+
+A head is a pytree of arrays as ``init_head`` makes it. With a draft vocabulary it also holds "draft_ids" i32[Vd], the
+target's ids in ascending order, and "lm_head" [Vd, H], the target's frozen rows (see ``with_draft_ids``).
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float, Int, Key
+
+from jspec.attention import tree_attention
+from jspec.decode import write_rows
+from jspec.heads.config import HeadConfig
+from jspec.models.transformer import (
+    Attend,
+    forward,
+    output_logits,
+    product,
+    rms_norm,
+    rope,
+    rope_angles,
+)
+from jspec.sampling import top_k
+from jspec.state import KVCache
+from jspec.tree import pack_bits
+
+Head = Mapping[str, Any]
+HeadCache = KVCache  # keys (after rope) and values of the context, one array a layer
+
+
+class DraftTable(NamedTuple):
+    """The best tokens of every drafted slot, best first, ties to the lower draft index."""
+
+    tokens: Int[Array, "B D W"]  # ids of the target
+    logps: Float[Array, "B D W"]  # natural log-probabilities over the whole draft vocabulary
+
+
+class ParallelHead(nnx.Module):
+    """The parameters of a head, and its two passes over M rows."""
+
+    def __init__(self, config: HeadConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        hidden, ffn, head_dim = config.hidden_size, config.ffn_size, config.head_dim
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+
+        def weight(*shape):
+            noise = jax.random.normal(rngs.params(), shape, dtype)
+            return nnx.Param(noise * shape[-1] ** -0.5)
+
+        def ones(size):
+            return nnx.Param(jnp.ones((size,), dtype))
+
+        def layer():  # as ``jspec.models.transformer.fuse`` arranges one
+            return nnx.Dict(
+                input_norm=ones(hidden),
+                qkv=weight(kv_heads, heads // kv_heads + 2, head_dim, hidden),
+                q_norm=ones(head_dim),
+                k_norm=ones(head_dim),
+                o=weight(hidden, heads * head_dim),
+                post_norm=ones(hidden),
+                gate_up=weight(2, ffn, hidden),
+                down=weight(hidden, ffn),
+            )
+
+        self.config = config
+        self.fc = weight(hidden, len(config.taps) * hidden)
+        self.hidden_norm = ones(hidden)
+        self.layers = nnx.List([layer() for _ in range(config.num_layers)])
+        self.norm = ones(hidden)
+
+    def context(
+        self, taps: Float[Array, "M T H"], positions: Int[Array, " M"]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Keys (after rope) and values [M, kh, hd] that the tapped states give in each layer."""
+        config, eps = self.config.stack, self.config.norm_eps
+        cos, sin = rope_angles(config, positions)
+        x = self.fc[...] @ taps.reshape(taps.shape[0], -1).T
+        x = rms_norm(x, self.hidden_norm[...], eps)
+        keys, values = [], []
+        for layer in self.layers:
+            k, v = jnp.moveaxis(product(layer["qkv"][:, -2:], x), 1, 0)  # [kh, hd, M] each
+            k = rope(rms_norm(k, layer["k_norm"][...], eps), cos, sin)
+            keys.append(k.transpose(2, 0, 1))
+            values.append(v.transpose(2, 0, 1))
+        return tuple(keys), tuple(values)
+
+    def block(
+        self,
+        embed: Float[Array, "V H"],
+        tokens: Int[Array, " M"],
+        positions: Int[Array, " M"],
+        attend: Attend,
+    ) -> Float[Array, "H M"]:
+        """States after the final norm; ``attend`` sees to the context."""
+        layers = [{name: x[...] for name, x in layer.items()} for layer in self.layers]
+        params = {"embed": embed, "layers": layers, "norm": self.norm[...]}
+        return forward(self.config.stack, params, tokens, positions, attend).hidden
+
+
+@functools.cache
+def _graph(config: HeadConfig) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: ParallelHead(config, nnx.Rngs(0))))[0]
+
+
+def _module(config: HeadConfig, head: Head) -> ParallelHead:
+    return nnx.merge(_graph(config), trained(head))
+
+
+def init_head(
+    config: HeadConfig, key: Key[Array, ""], dtype: DTypeLike = jnp.float32
+) -> dict[str, Any]:
+    """A new head: norms of one, weights of variance 1 / inputs.
+
+    Returns:
+      "fc" [H, T * H], "hidden_norm" [H], "layers" {0: layer, ...} with each layer as
+      ``jspec.models.transformer.fuse`` arranges one, and "norm" [H].
+    """
+    return nnx.to_pure_dict(nnx.state(ParallelHead(config, nnx.Rngs(key), dtype)))
+
+
+def trained(head: Head) -> dict[str, Any]:
+    """The head without what is not its own: draft ids and the target's rows."""
+    return {name: x for name, x in head.items() if name not in ("draft_ids", "lm_head")}
+
+
+def with_draft_ids(
+    head: Head, target_params: Mapping[str, Any], draft_ids: Int[Array | np.ndarray, " Vd"]
+) -> dict[str, Any]:
+    """The head restricted to some of the target's tokens: their ids, ascending, and output rows gathered once."""
+    rows = target_params.get("lm_head", target_params["embed"])
+    draft_ids = jnp.asarray(draft_ids, jnp.int32)
+    return {**head, "draft_ids": draft_ids, "lm_head": rows[draft_ids]}
+
+
+def empty_cache(
+    config: HeadConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.float32
+) -> HeadCache:
+    """A cache of ``batch`` rows that know nothing yet."""
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
+
+    def zeros():  # arrays of their own: a state is donated, and a buffer can be donated only once
+        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+    return HeadCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32))
+
+
+def read_context(
+    config: HeadConfig,
+    head: Head,
+    cache: HeadCache,
+    taps: Float[Array, "B K T H"],
+    counts: Int[Array, " B"],
+) -> HeadCache:
+    """Appends the next ``counts[b]`` known tokens to each row; taps beyond that are garbage and change nothing.
+
+    Args:
+      config: static.
+      head: see ``init_head``.
+      cache: appended to.
+      taps: the target's states of those tokens, the layers ``config.taps`` in their order.
+      counts: 0..K; what does not fit the cache is dropped.
+    """
+    batch, rows = taps.shape[:2]
+    positions = cache.length[:, None] + jnp.arange(rows)
+    pairs = _module(config, head).context(
+        taps.reshape(batch * rows, *taps.shape[2:]), positions.reshape(-1)
+    )
+    keys, values = jax.tree.map(lambda x: x.reshape(batch, rows, *x.shape[1:]), pairs)
+    path = jnp.broadcast_to(jnp.arange(rows), (batch, rows))
+    return write_rows(cache, keys, values, path, counts)
+
+
+def draft_block(
+    config: HeadConfig,
+    head: Head,
+    target_params: Mapping[str, Any],
+    cache: HeadCache,
+    roots: Int[Array, " B"],
+    depth: int,
+) -> Float[Array, "H B*depth"]:
+    """The states that draft ``depth`` tokens after each root: column ``b * depth + i - 1`` is slot i of row b.
+
+    Args:
+      config: static.
+      head: see ``init_head``.
+      target_params: its "embed" [V, H] is read.
+      cache: the context: all known tokens but the root.
+      roots: the last known tokens.
+      depth: static, 1..config.depth.
+
+    Raises:
+      ValueError: a depth beyond the block that the head was trained on.
+    """
+    if not 1 <= depth <= config.depth:
+        raise ValueError(f"depth must be in 1..{config.depth}, the head's block, got {depth}")
+    batch, size = roots.shape[0], depth + 1
+    positions = cache.length[:, None] + jnp.arange(size)
+    visible = [
+        jnp.broadcast_to(
+            pack_bits(jnp.asarray(_within(config, layer, size))), (batch, size, -(-size // 32))
+        )
+        for layer in range(config.num_layers)
+    ]
+
+    def attend(layer, q, k, v):
+        q, k, v = (x.reshape(batch, size, *x.shape[1:]) for x in (q, k, v))
+        out = tree_attention(
+            q,
+            cache.keys[layer],
+            cache.values[layer],
+            cache.length,
+            k,
+            v,
+            visible[layer],
+            q_positions=positions,
+            window=config.windows[layer],
+        )
+        return out.reshape(batch * size, *out.shape[2:])
+
+    hidden = _module(config, head).block(
+        target_params["embed"],
+        _block_tokens(config, roots, size),
+        positions.reshape(-1),
+        attend,
+    )
+    return _drafting(hidden, size)
+
+
+def draft_logits(
+    head: Head, target_params: Mapping[str, Any], hidden: Float[Array, "H M"]
+) -> Float[Array, "Vd M"]:
+    """Logits in fp32 over the draft vocabulary, vocabulary first."""
+    return output_logits({**target_params, **head} if "lm_head" in head else target_params, hidden)
+
+
+def draft_table(
+    config: HeadConfig,
+    head: Head,
+    target_params: Mapping[str, Any],
+    cache: HeadCache,
+    roots: Int[Array, " B"],
+    depth: int,
+    width: int,
+) -> DraftTable:
+    """The ``width`` best tokens of each of ``depth`` slots after each root: one pass of the head.
+
+    Raises:
+      ValueError: a depth beyond the head's block, a width beyond its vocabulary.
+    """
+    hidden = draft_block(config, head, target_params, cache, roots, depth)
+    logits = draft_logits(head, target_params, hidden)
+    best, tokens = top_k(logits, width)
+    logps = best - jax.nn.logsumexp(logits, axis=0)[:, None]
+    if "draft_ids" in head:
+        tokens = head["draft_ids"][tokens]
+    shape = (roots.shape[0], depth, width)
+    return DraftTable(tokens.reshape(shape), logps.reshape(shape))
+
+
+def block_hidden(
+    config: HeadConfig,
+    head: Head,
+    target_params: Mapping[str, Any],
+    taps: Float[Array, "S T H"],
+    tokens: Int[Array, " S"],
+    anchors: Int[Array, " A"],
+) -> Float[Array, "H A*depth"]:
+    """What ``draft_block`` gives at many roots of one known text, for training: differentiable, without a cache.
+
+    The context's keys and values are made once; the block of an anchor sees the positions before it, strictly (the
+    anchor's own taps do not exist yet when drafting), and itself.
+
+    Args:
+      config: static.
+      head: see ``init_head``.
+      target_params: its "embed" [V, H] is read.
+      taps: the target's states; finite, also where the text is padded.
+      tokens: the text.
+      anchors: positions of the roots, in any order; below 0 is padding, whose columns are finite garbage.
+
+    Returns:
+      Columns ``a * depth + i - 1``: slot i of anchor a, which drafts the token at ``anchors[a] + i``.
+    """
+    module, size, length = _module(config, head), config.block_size, tokens.shape[0]
+    keys, values = module.context(taps, jnp.arange(length))
+    at = jnp.maximum(anchors, 0)
+    positions = at[:, None] + jnp.arange(size)  # [A, n]
+    before = jnp.arange(length) < at[:, None, None]  # [A, 1, S]
+
+    def attend(layer, q, k, v):
+        kv_heads, head_dim = k.shape[1:]
+        q = q.reshape(-1, size, kv_heads, q.shape[1] // kv_heads, head_dim) * head_dim**-0.5
+        k, v = (x.reshape(-1, size, kv_heads, head_dim) for x in (k, v))
+        seen = jnp.broadcast_to(before, (*positions.shape, length))
+        if (window := config.windows[layer]) is not None:
+            seen = seen & (jnp.arange(length) > positions[..., None] - window)
+        scores = jnp.einsum("ankgh,skh->kgans", q, keys[layer], preferred_element_type=jnp.float32)
+        inside = jnp.einsum("ankgh,amkh->kganm", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.concatenate(
+            [
+                jnp.where(seen, scores, -jnp.inf),
+                jnp.where(_within(config, layer, size), inside, -jnp.inf),
+            ],
+            axis=-1,
+        )
+        p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        out = jnp.einsum("kgans,skh->ankgh", p[..., :length], values[layer])
+        out = out + jnp.einsum("kganm,amkh->ankgh", p[..., length:], v)
+        return out.reshape(-1, q.shape[2] * q.shape[3], head_dim)
+
+    hidden = module.block(
+        target_params["embed"],
+        _block_tokens(config, tokens[at], size),
+        positions.reshape(-1),
+        attend,
+    )
+    return _drafting(hidden, size)
+
+
+def _block_tokens(config, roots, size):
+    """i32[B * size]: each root and the masked slots after it."""
+    masked = jnp.full((roots.shape[0], size - 1), config.mask_token_id, jnp.int32)
+    return jnp.concatenate([roots[:, None], masked], axis=1).reshape(-1)
+
+
+def _within(config, layer, size):
+    """bool[size, size]: which slots of the block a slot sees in a layer."""
+    back = np.arange(size)[:, None] - np.arange(size)
+    window = config.windows[layer]
+    if window is not None:
+        return (back >= 0) & (back < window)
+    return back >= 0 if config.causal else np.ones((size, size), bool)
+
+
+def _drafting(hidden, size):
+    """The columns of all slots but the roots'."""
+    return hidden.reshape(hidden.shape[0], -1, size)[:, :, 1:].reshape(hidden.shape[0], -1)
+
+
+__all__ = [
+    "DraftTable",
+    "HeadCache",
+    "ParallelHead",
+    "block_hidden",
+    "draft_block",
+    "draft_logits",
+    "draft_table",
+    "empty_cache",
+    "init_head",
+    "read_context",
+    "trained",
+    "with_draft_ids",
+]
