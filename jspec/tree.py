@@ -77,7 +77,7 @@ def root_only(roots: Int[Array, " B"], budget: int = 1) -> Tree:
     """Trees that are a root alone, padded to ``budget`` nodes."""
     zeros = jnp.zeros((roots.shape[0], budget), jnp.int32)
     tokens = zeros + roots[:, None]
-    return _canonical(Tree(tokens, zeros, zeros, zeros, zeros, jnp.ones_like(zeros[:, 0])))
+    return canonical(Tree(tokens, zeros, zeros, zeros, zeros, jnp.ones_like(zeros[:, 0])))
 
 
 # Ancestors, bits, positions.
@@ -268,7 +268,7 @@ def merge(a: Tree, b: Tree, budget: int) -> Tree:
     roots = jnp.where(a.size > 0, a.tokens[:, 0], b.tokens[:, 0])
     tree = assemble(roots, *lists, budget, max(a.budget, b.budget) - 1)
     size = jnp.where((a.size > 0) | (b.size > 0), tree.size, 0)
-    return _canonical(dataclasses.replace(tree, size=size))
+    return canonical(dataclasses.replace(tree, size=size))
 
 
 # For builders of one's own.
@@ -366,11 +366,11 @@ def _reorder(tree, parents, kept, rank, budget):
     order = jax.vmap(lambda target: blank.at[target].set(ids, mode="drop"))(target)
     fields = (tree.tokens, parents, tree.depths, tree.scores, tree.source)
     size = jnp.minimum(jnp.sum(kept, axis=1, dtype=jnp.int32), budget)
-    return _canonical(Tree(*(take(x, order) for x in fields), size))
+    return canonical(Tree(*(take(x, order) for x in fields), size))
 
 
-def _canonical(tree):
-    """The tree with the types, the root and the padding as they must be."""
+def canonical(tree: Tree) -> Tree:
+    """The tree with the types, the root's parent and the padding as they must be."""
     slot = jnp.arange(tree.budget)
     live = tree.live
     return Tree(
