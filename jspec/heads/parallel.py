@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Key
 
 from jspec.attention import tree_attention
@@ -271,58 +272,60 @@ def block_hidden(
     config: HeadConfig,
     head: Head,
     target_params: Mapping[str, Any],
-    taps: Float[Array, "S T H"],
-    tokens: Int[Array, " S"],
-    anchors: Int[Array, " A"],
-) -> Float[Array, "H A*depth"]:
-    """What ``draft_block`` gives at many roots of one known text, for training: differentiable, without a cache.
+    taps: Float[Array, "*B S T H"],
+    tokens: Int[Array, "*B S"],
+    anchors: Int[Array, "*B A"],
+) -> Float[Array, "H M"]:
+    """What ``draft_block`` gives at many roots of known texts, for training: differentiable, without a cache.
 
-    The context's keys and values are made once; the block of an anchor sees the positions before it, strictly (the
-    anchor's own taps do not exist yet when drafting), and itself.
+    The context's keys and values are made once; the block of an anchor sees the positions of its text before it,
+    strictly (the anchor's own taps do not exist yet when drafting), and itself.
 
     Args:
       config: static.
       head: see ``init_head``.
       target_params: its "embed" [V, H] is read.
-      taps: the target's states; finite, also where the text is padded.
-      tokens: the text.
+      taps: the target's states; finite, also where a text is padded.
+      tokens: one text, or a batch of texts: faster than a ``vmap``, since each product takes all their columns.
       anchors: positions of the roots, in any order; below 0 is padding, whose columns are finite garbage.
 
     Returns:
-      Columns ``a * depth + i - 1``: slot i of anchor a, which drafts the token at ``anchors[a] + i``.
+      M = B * A * depth columns; ``(b * A + a) * depth + i - 1`` is slot i of anchor a of text b, which drafts the token
+      at ``anchors[b, a] + i``.
     """
-    module, size, length = _module(config, head), config.block_size, tokens.shape[0]
-    keys, values = module.context(taps, jnp.arange(length))
-    at = jnp.maximum(anchors, 0)
-    positions = at[:, None] + jnp.arange(size)  # [A, n]
-    before = jnp.arange(length) < at[:, None, None]  # [A, 1, S]
+    module, size, length = _module(config, head), config.block_size, tokens.shape[-1]
+    tokens, anchors = tokens.reshape(-1, length), jnp.maximum(anchors, 0)
+    anchors = anchors.reshape(tokens.shape[0], -1)
+    at = jnp.arange(length)
+    pairs = module.context(taps.reshape(-1, *taps.shape[-2:]), jnp.tile(at, tokens.shape[0]))
+    keys, values = jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), pairs)
+    positions = anchors[..., None] + jnp.arange(size)  # [B, A, n]
+    before = at < anchors[..., None, None]  # [B, A, 1, S]
 
     def attend(layer, q, k, v):
-        kv_heads, head_dim = k.shape[1:]
-        q = q.reshape(-1, size, kv_heads, q.shape[1] // kv_heads, head_dim) * head_dim**-0.5
-        k, v = (x.reshape(-1, size, kv_heads, head_dim) for x in (k, v))
+        q, k, v = (x.reshape(*positions.shape, *x.shape[1:]) for x in (q, k, v))
+        q = q.reshape(*k.shape[:4], -1, k.shape[-1]) * k.shape[-1] ** -0.5
         seen = jnp.broadcast_to(before, (*positions.shape, length))
         if (window := config.windows[layer]) is not None:
-            seen = seen & (jnp.arange(length) > positions[..., None] - window)
-        scores = jnp.einsum("ankgh,skh->kgans", q, keys[layer], preferred_element_type=jnp.float32)
-        inside = jnp.einsum("ankgh,amkh->kganm", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.concatenate(
-            [
-                jnp.where(seen, scores, -jnp.inf),
-                jnp.where(_within(config, layer, size), inside, -jnp.inf),
-            ],
-            axis=-1,
+            seen = seen & (at > positions[..., None] - window)
+        # Axes in the order in which a batched product leaves them: scores are not transposed.
+        outer = jnp.einsum(
+            "bankgh,bskh->bkangs", q, keys[layer], preferred_element_type=jnp.float32
         )
-        p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("kgans,skh->ankgh", p[..., :length], values[layer])
-        out = out + jnp.einsum("kganm,amkh->ankgh", p[..., length:], v)
-        return out.reshape(-1, q.shape[2] * q.shape[3], head_dim)
+        inner = jnp.einsum("bankgh,bamkh->bkangm", q, k, preferred_element_type=jnp.float32)
+        outer = jnp.where(seen[:, None, :, :, None], outer, -jnp.inf)
+        inner = jnp.where(_within(config, layer, size)[:, None], inner, -jnp.inf)
+        top = lax.stop_gradient(jnp.maximum(outer.max(-1), inner.max(-1)))[..., None]
+        outer, inner = jnp.exp(outer - top), jnp.exp(inner - top)
+        total = outer.sum(-1) + inner.sum(-1)
+        out = jnp.einsum("bkangs,bskh->bkangh", outer.astype(v.dtype), values[layer])
+        out = out + jnp.einsum("bkangm,bamkh->bkangh", inner.astype(v.dtype), v)
+        out = (out / total[..., None]).astype(v.dtype).transpose(0, 2, 3, 1, 4, 5)
+        return out.reshape(-1, config.num_heads, config.head_dim)
 
+    roots = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     hidden = module.block(
-        target_params["embed"],
-        _block_tokens(config, tokens[at], size),
-        positions.reshape(-1),
-        attend,
+        target_params["embed"], _block_tokens(config, roots, size), positions.reshape(-1), attend
     )
     return _drafting(hidden, size)
 
