@@ -20,7 +20,7 @@ from jspec.driver import Finished, Stream, outcome
 from jspec.method import Memory, Needs, Params
 from jspec.methods.ar import ar
 from jspec.prefill import chunks, read_chunk
-from jspec.state import DecodeState, Plan, capacity_for, new_state
+from jspec.state import DecodeState, KVCache, Plan, capacity_for, new_state
 from jspec.tree import Tree
 from jspec.verification import Verified
 
@@ -210,8 +210,8 @@ def _replay(plan, params, one, max_new_tokens, memory, stops, capacity):
 @partial(jax.jit, static_argnums=(0, 2))
 def _begin(plan: Plan, params: Params, capacity: int, memory: Memory, stops) -> DecodeState:
     """A state as for decoding, but with no layers in its cache."""
-    bare = dataclasses.replace(plan, config=dataclasses.replace(plan.config, num_layers=0))
-    return new_state(bare, params, 1, capacity, jax.random.key(0), stops, memory)
+    state = new_state(plan, params, 1, capacity, jax.random.key(0), stops, memory)
+    return dataclasses.replace(state, cache=KVCache((), (), state.cache.length))
 
 
 @partial(jax.jit, static_argnums=(0, 7))
