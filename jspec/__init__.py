@@ -2,7 +2,8 @@
 
 From text to text: ``load``, ``generate_text``. The steps of a round: ``propose``, ``verify``, ``judge``, ``commit``,
 ``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
-``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``, or a ``Method`` of your own.
+``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head ``jetspec(...)``, ``dflash(...)``,
+``ddtree(...)``; or a ``Method`` of your own.
 """
 
 __version__ = "0.1.0"
@@ -25,7 +26,7 @@ from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
-from jspec.methods import ar, prompt_lookup, seed_table, token_recycling
+from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, seed_table, token_recycling
 from jspec.models.fetch import FetchError
 from jspec.models.load import Target
 from jspec.models.load import load_target as load
@@ -104,9 +105,11 @@ __all__ = [
     "check",
     "commit",
     "compact",
+    "ddtree",
     "decode_all",
     "decode_round",
     "default_method",
+    "dflash",
     "draw_svg",
     "draw_text",
     "encode_prompt",
@@ -115,6 +118,7 @@ __all__ = [
     "generate",
     "generate_text",
     "grow",
+    "jetspec",
     "judge",
     "keep_compilations",
     "load",

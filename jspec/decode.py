@@ -46,7 +46,7 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> tuple[Proposal, D
         scores=tree.scores.at[:, 0].set(jnp.where(active, 0.0, -jnp.inf)),
         size=jnp.where(active, jnp.maximum(tree.size, 1), 0),
     )
-    passes = state.draft_passes + proposal.passes
+    passes = state.draft_passes + proposal.passes * active.any()
     state = dataclasses.replace(state, method=method, draft_passes=passes)
     return proposal._replace(tree=tree), state
 

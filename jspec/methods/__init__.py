@@ -1,7 +1,10 @@
 """The methods, one file a paper. Factories: equal arguments give the same Method, so nothing is compiled twice."""
 
 from jspec.methods.ar import ar
+from jspec.methods.ddtree import ddtree
+from jspec.methods.dflash import dflash
+from jspec.methods.jetspec import jetspec
 from jspec.methods.prompt_lookup import prompt_lookup
 from jspec.methods.token_recycling import seed_table, token_recycling
 
-__all__ = ["ar", "prompt_lookup", "seed_table", "token_recycling"]
+__all__ = ["ar", "ddtree", "dflash", "jetspec", "prompt_lookup", "seed_table", "token_recycling"]
