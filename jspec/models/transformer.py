@@ -158,6 +158,22 @@ def fuse(config: ModelConfig, weights: dict) -> dict:
     return {**weights, "layers": tuple(layer(names) for names in weights["layers"])}
 
 
+def unfuse(config: ModelConfig, params: dict) -> dict:
+    """The weights under their checkpoint names: undoes ``fuse``."""
+
+    def layer(fused):
+        fused = dict(fused)
+        for suffix in ("", "_bias") if config.qkv_bias else ("",):
+            group = fused.pop("qkv" + suffix)
+            parts = group[:, :-2], group[:, -2], group[:, -1]
+            rows = (p.reshape(-1, *group.shape[3:]) for p in parts)
+            fused |= dict(zip(("q" + suffix, "k" + suffix, "v" + suffix), rows))
+        fused["gate"], fused["up"] = fused.pop("gate_up")
+        return fused
+
+    return {**params, "layers": tuple(layer(fused) for fused in params["layers"])}
+
+
 def output_logits(params: dict, hidden: Float[Array, "H M"]) -> Float[Array, "V M"]:
     """Logits in fp32, vocabulary first; the output head is the embedding where the checkpoint ties them."""
     head = params.get("lm_head", params["embed"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.attention import tree_attention
-from jspec.models.transformer import forward, fuse, output_logits
+from jspec.models.transformer import forward, fuse, output_logits, unfuse
 from jspec.tree import pack_bits
 from tests.models import golden_io
 
@@ -77,3 +77,10 @@ def test_taps_out_of_range(tiny_model):
     config, params = tiny_model()
     with pytest.raises(ValueError, match=r"taps must be layers 0\.\.2"):
         causal(config, fuse(config, params), jnp.asarray([1]), (3,))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_unfuse_undoes_fuse(tiny_model, arch):
+    config, params = tiny_model(arch)
+    back = unfuse(config, fuse(config, params))
+    jax.tree.map(np.testing.assert_array_equal, back, params)

@@ -1,0 +1,214 @@
+"""Draft heads on disk, in two formats, each a folder with a readable config.json.
+
+Native: the weights in ``params/``, by orbax, as training holds them. Published: ``model.safetensors``, as JetSpec's and
+DFlash's heads are published. A folder is written whole or not at all.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import DTypeLike
+from safetensors.flax import save_file
+
+from jspec.heads.config import HeadConfig, HeadError, check_pair
+from jspec.heads.parallel import init_head, with_draft_ids
+from jspec.heads.published import (
+    as_head_error,
+    config_from_json,
+    config_to_json,
+    from_tensors,
+    tensor_shapes,
+    to_tensors,
+)
+from jspec.models.config import read_json
+from jspec.models.load import Target
+from jspec.models.tensors import read_tensors, sample
+
+SHIPPED = Path(__file__).parent / "heads" / "shipped"  # heads that come with jspec, a folder each
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """A head that is ready to draft for a target.
+
+    Attributes:
+      params: see ``jspec.heads.parallel``; in the target's dtype.
+      fingerprint: 16 hex digits that name config and weights, in either format.
+    """
+
+    config: HeadConfig
+    params: dict[str, Any]
+    name: str
+    fingerprint: str
+
+
+def load_head(name_or_path: str | Path, target: Target) -> Head:
+    """A head for a target, by the name of a shipped one or from a folder of either format.
+
+    Raises:
+      HeadError: no such head, a damaged one, or one made for another target.
+    """
+    folder = _locate(str(name_or_path))
+    config, params = read_head(folder)
+    check_pair(config, target.config, target.fingerprint)
+    fingerprint = head_fingerprint(config, params)
+    dtype = target.params["embed"].dtype
+    draft_ids = params.pop("draft_ids", None)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    if draft_ids is not None:
+        params = with_draft_ids(params, target.params, draft_ids)
+    return Head(config, params, str(name_or_path), fingerprint)
+
+
+def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
+    """Config and arrays of a head in a folder, in the dtype in which they are stored.
+
+    Raises:
+      HeadError: what is there is no head, or a damaged one.
+    """
+    with as_head_error():
+        data = read_json(folder / "config.json")
+        config = config_from_json(data)
+        if (folder / "params").is_dir():
+            head = _restore(folder / "params", config, data.get("dtype"))
+        else:
+            tensors = dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
+            head = from_tensors(config, jax.tree.map(jnp.asarray, tensors))
+    if config.draft_vocab_size is not None:
+        _check_draft_ids(config, np.asarray(head["draft_ids"]))
+    return config, head
+
+
+def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
+    """Writes a head in the native format; a head that is there already is replaced.
+
+    Args:
+      folder: made where need be.
+      config: the head's.
+      head: see ``jspec.heads.parallel``; the target's rows are left out.
+
+    Raises:
+      HeadError: arrays that ``config`` does not ask for; a folder that holds something else, or can't be written.
+    """
+    _check_shapes(config, head)
+    head = {name: x for name, x in head.items() if name != "lm_head"}
+
+    def write(path):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save((path / "params").absolute(), head)
+
+    _write(folder, config, jnp.dtype(head["fc"].dtype).name, write)
+
+
+def export_head(
+    folder: Path, config: HeadConfig, head: Mapping[str, Any], dtype: DTypeLike = jnp.bfloat16
+) -> None:
+    """Writes a head in the published layout; see ``save_head``.
+
+    Args:
+      folder: made where need be.
+      config: the head's.
+      head: see ``jspec.heads.parallel``.
+      dtype: of the weights in the file.
+    """
+    _check_shapes(config, head)
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def write(path):
+        tensors = jax.tree.map(cast, to_tensors(config, head))
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+    _write(folder, config, jnp.dtype(dtype).name, write)
+
+
+def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
+    """16 hex digits over the config and 4096 evenly spaced bytes of each array."""
+    digest = hashlib.sha256(repr(config).encode())
+    for name, array in sorted(to_tensors(config, head).items()):
+        digest.update(sample(name, np.asarray(array)))
+    return digest.hexdigest()[:16]
+
+
+def _locate(name):
+    names = sorted(path.name for path in SHIPPED.glob("*/"))
+    if name in names:
+        return SHIPPED / name
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
+        raise HeadError(f"no head {name!r}: {error}") from None
+    raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+
+
+def _restore(path, config, dtype):
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise HeadError(f"dtype in config.json must be float32, bfloat16 or float16, got {dtype!r}")
+    # Here, and not where it was written: that may have been another kind of machine.
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = jax.tree.map(lambda x: x.update(sharding=device), _abstract(config, jnp.dtype(dtype)))
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(path.absolute(), wanted)
+    except Exception as error:  # of many kinds, orbax's and those of the storage below it
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise HeadError(f"the weights in {path} are damaged or another head's: {reason}") from None
+
+
+def _abstract(config, dtype=jnp.float32):
+    """Shapes and dtypes of what is stored of a head."""
+    head = jax.eval_shape(lambda: init_head(config, jax.random.key(0), dtype))
+    if config.draft_vocab_size is not None:
+        head["draft_ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32)
+    return head
+
+
+def _check_shapes(config, head):
+    found = jax.tree.map(jnp.shape, {name: x for name, x in head.items() if name != "lm_head"})
+    wanted = jax.tree.map(jnp.shape, _abstract(config))
+    if found != wanted:
+        raise HeadError(f"the head's arrays are not those of its config: {found}, not {wanted}")
+
+
+def _check_draft_ids(config, ids):
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
+        raise HeadError(f"draft_ids must ascend within the vocabulary 0..{config.vocab_size - 1}")
+
+
+def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path], None]):
+    """Makes a folder of config.json and what ``write`` adds, next to ``folder``; then puts it there."""
+    folder = folder.absolute()
+    if folder.exists():
+        try:
+            config_from_json(read_json(folder / "config.json"))
+        except ValueError:
+            raise HeadError(f"{folder} holds something that is no head: give another") from None
+    work, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
+    text = json.dumps(config_to_json(config, dtype), indent=2)
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        work.mkdir(parents=True)
+        (work / "config.json").write_text(text + "\n", encoding="utf-8")
+        write(work)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(work, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise HeadError(f"{folder} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
