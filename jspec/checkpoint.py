@@ -5,6 +5,7 @@ DFlash's heads are published. A folder is written whole or not at all.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -77,10 +78,9 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
       HeadError: what is there is no head, or a damaged one.
     """
     with as_head_error():
-        data = read_json(folder / "config.json")
-        config = config_from_json(data)
+        config = config_from_json(read_json(folder / "config.json"))
         if (folder / "params").is_dir():
-            head = _restore(folder / "params", config, data.get("dtype"))
+            head = _restore(folder / "params", config)
         else:
             tensors = dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
             head = from_tensors(config, jax.tree.map(jnp.asarray, tensors))
@@ -100,8 +100,8 @@ def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None
     Raises:
       HeadError: arrays that ``config`` does not ask for; a folder that holds something else, or can't be written.
     """
-    _check_shapes(config, head)
     head = {name: x for name, x in head.items() if name != "lm_head"}
+    _check_shapes(_by_name(head), config, "the head's arrays")
 
     def write(path):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -121,7 +121,8 @@ def export_head(
       head: see ``jspec.heads.parallel``.
       dtype: of the weights in the file.
     """
-    _check_shapes(config, head)
+    head = {name: x for name, x in head.items() if name != "lm_head"}
+    _check_shapes(_by_name(head), config, "the head's arrays")
 
     def cast(x):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -154,33 +155,51 @@ def _locate(name):
     raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
 
 
-def _restore(path, config, dtype):
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise HeadError(f"dtype in config.json must be float32, bfloat16 or float16, got {dtype!r}")
-    # Here, and not where it was written: that may have been another kind of machine.
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = jax.tree.map(lambda x: x.update(sharding=device), _abstract(config, jnp.dtype(dtype)))
+def _restore(path, config):
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(path.absolute(), wanted)
+            stored = _by_name(checkpointer.metadata(path.absolute()).item_metadata.tree)
+            _check_shapes(stored, config, f"the weights in {path}")
+            # Here, and not where it was written: that may have been another kind of machine.
+            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            names, tree = jax.tree.flatten(_names(_wanted(config)))
+            wanted = [
+                jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype, sharding=device)
+                for name in names
+            ]
+            return checkpointer.restore(path.absolute(), tree.unflatten(wanted))
+    except HeadError:
+        raise
     except Exception as error:  # of many kinds, orbax's and those of the storage below it
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise HeadError(f"the weights in {path} are damaged or another head's: {reason}") from None
+        raise HeadError(f"the weights in {path} cannot be read: {reason}") from None
 
 
-def _abstract(config, dtype=jnp.float32):
-    """Shapes and dtypes of what is stored of a head."""
-    head = jax.eval_shape(lambda: init_head(config, jax.random.key(0), dtype))
+def _wanted(config):
+    """The arrays of a head that are stored, as ``jax.ShapeDtypeStruct``."""
+    head = jax.eval_shape(lambda: init_head(config, jax.random.key(0)))
     if config.draft_vocab_size is not None:
         head["draft_ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32)
     return head
 
 
-def _check_shapes(config, head):
-    found = jax.tree.map(jnp.shape, {name: x for name, x in head.items() if name != "lm_head"})
-    wanted = jax.tree.map(jnp.shape, _abstract(config))
-    if found != wanted:
-        raise HeadError(f"the head's arrays are not those of its config: {found}, not {wanted}")
+def _names(tree):
+    """The tree with the name of each leaf: its keys, with dots between."""
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return jax.tree_util.tree_map_with_path(lambda path, _: name(path), tree)
+
+
+def _by_name(tree):
+    return dict(zip(jax.tree.leaves(_names(tree)), jax.tree.leaves(tree)))
+
+
+def _check_shapes(found, config, what):
+    """Makes sure that named arrays are those that ``config`` asks for."""
+    wanted = _by_name(_wanted(config))
+    for name in sorted(found.keys() | wanted.keys()):
+        shapes = [x[name].shape if name in x else "no array" for x in (found, wanted)]
+        if shapes[0] != shapes[1]:
+            raise HeadError(f"{what}: {name} is {shapes[0]}, the config asks for {shapes[1]}")
 
 
 def _check_draft_ids(config, ids):

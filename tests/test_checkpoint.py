@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import json
 import os
 
@@ -71,7 +72,10 @@ def test_the_two_formats_are_one_head(tmp_path, target):
     assert native.fingerprint == published.fingerprint != half.fingerprint
     assert len(native.fingerprint) == 16 and native.name == str(tmp_path / "a")
     assert_same(native.params, published.params)
-    assert {x.dtype for x in jax.tree.leaves(half.params)} == {jnp.float32, jnp.int32}
+    assert {x.dtype for x in jax.tree.leaves(half.params)} == {
+        jnp.dtype("float32"),
+        jnp.dtype("int32"),
+    }
 
 
 def test_the_fingerprint_tells_heads_apart():
@@ -131,7 +135,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, write, monkeypatch):
 @WRITERS
 def test_arrays_of_another_head_are_not_written(tmp_path, write):
     head, _ = head_and_target(FULL)
-    with pytest.raises(HeadError, match="not those of its config"):
+    with pytest.raises(HeadError, match=r"fc is \(32, 64\), the config asks for \(32, 32\)"):
         write(tmp_path / "head", dataclasses.replace(FULL, taps=(1,)), head, jnp.float32)
     assert not os.listdir(tmp_path)
 
@@ -240,20 +244,25 @@ class TestRefusals:
         (published / "config.json").unlink()
         self.refuse(target, published, "has no config.json")
 
-    @pytest.mark.parametrize("changes", [{"intermediate_size": 40}, {"num_hidden_layers": 1}])
-    def test_native_weights_of_another_config(self, target, native, changes):
-        layers = changes.get("num_hidden_layers", 2)
-        self.edit(native, **changes, layer_types=["full_attention"] * layers)
-        self.refuse(target, native, "are damaged or another head's")
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"intermediate_size": 40}, r"layers\.0\.down is \(32, 48\), .* asks for \(32, 40\)"),
+            ({"draft_vocab_size": None}, r"draft_ids is \(23,\), the config asks for no array"),
+            (
+                {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+                r"layers\.2\.down is no array, the config asks for \(32, 48\)",
+            ),
+        ],
+    )
+    def test_native_weights_of_another_config(self, target, native, changes, message):
+        self.edit(native, **changes)
+        self.refuse(target, native, message)
 
-    @pytest.mark.parametrize("dtype", [None, "int8"])
-    def test_native_weights_of_no_dtype(self, target, native, dtype):
-        self.edit(native, dtype=dtype)
-        self.refuse(target, native, "dtype in config.json must be float32")
-
-    def test_damaged_native_weights(self, target, native):
-        files = [p for p in (native / "params").rglob("*") if p.is_file()]
-        largest = max(files, key=lambda p: p.stat().st_size)
-        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-        (native / "params" / "_METADATA").unlink()
-        self.refuse(target, native, "are damaged or another head's")
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "d/*"])
+    def test_damaged_native_weights(self, target, native, name):
+        path = next((native / "params").glob(name))
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        self.refuse(target, native, "params cannot be read: ")
+        gc.collect()  # what orbax left lying when it failed

@@ -51,7 +51,7 @@ def block(config, tensors, embed, taps, root, depth):
     """
     tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
     known, eps, head_dim = len(taps), config.norm_eps, config.head_dim
-    taps = np.asarray(taps, np.float64).reshape(known, -1)
+    taps = np.asarray(taps, np.float64).reshape(known, len(config.taps) * config.hidden_size)
     context = norm(taps @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
     x = np.asarray(embed, np.float64)[[root] + [config.mask_token_id] * depth]
     everywhere = np.arange(known + depth + 1)
