@@ -100,8 +100,7 @@ def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None
     Raises:
       HeadError: arrays that ``config`` does not ask for; a folder that holds something else, or can't be written.
     """
-    head = {name: x for name, x in head.items() if name != "lm_head"}
-    _check_shapes(_by_name(head), config, "the head's arrays")
+    head = _own(config, head)
 
     def write(path):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -121,8 +120,7 @@ def export_head(
       head: see ``jspec.heads.parallel``.
       dtype: of the weights in the file.
     """
-    head = {name: x for name, x in head.items() if name != "lm_head"}
-    _check_shapes(_by_name(head), config, "the head's arrays")
+    head = _own(config, head)
 
     def cast(x):
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -153,6 +151,13 @@ def _locate(name):
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
         raise HeadError(f"no head {name!r}: {error}") from None
     raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+
+
+def _own(config, head):
+    """What is stored of a head, if it is all that there should be."""
+    head = {name: x for name, x in head.items() if name != "lm_head"}
+    _check_shapes(_by_name(head), config, "the head's arrays")
+    return head
 
 
 def _restore(path, config):
