@@ -35,13 +35,16 @@ class Options:
     dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
     attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
     mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
-    method: Annotated[str, "who drafts: ar, prompt_lookup or token_recycling"] = "prompt_lookup"
-    head: Annotated[str | None, "a draft head: not there yet"] = None
+    method: Annotated[
+        str, "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree"
+    ] = "prompt_lookup"
+    head: Annotated[str | None, "a draft head's directory, for jetspec, dflash and ddtree"] = None
     budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
         int | None,
-        "matches of prompt_lookup, successors of token_recycling; default: the method's",
+        "matches of prompt_lookup, successors of token_recycling, children of a node of jetspec, "
+        "candidates of a slot of ddtree; default: the method's",
     ] = None
     smart: Annotated[Switch, "on: not there yet"] = "off"
     graft: Annotated[Switch, "on: not there yet"] = "off"
@@ -85,11 +88,10 @@ class Options:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
             raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
-        only = {"head": None, "smart": "off", "graft": "off", "mesh": ONE_DEVICE}
+        only = {"smart": "off", "graft": "off", "mesh": ONE_DEVICE}
         for name, there in only.items():
-            if getattr(self, name) != there:
-                now = "leave it out" if there is None else f"use {there}"
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} is not there yet: {now}")
+            if (value := getattr(self, name)) != there:
+                raise ValueError(f"{_flag(name)} {value} is not there yet: use {there}")
         if self.attention == "pallas":
             raise ValueError("--attention pallas is not there yet: use auto or xla")
 

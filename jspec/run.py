@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
+from jspec.checkpoint import Head, load_head
 from jspec.comparison import Comparison
 from jspec.decode import decode_round
 from jspec.device import default_dtype, keep_compilations, pick_accelerator
 from jspec.driver import Event
 from jspec.method import Method
-from jspec.methods import ar, prompt_lookup, token_recycling
+from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
 from jspec.models.load import Target, load_target
 from jspec.options import Options, parse
 from jspec.picture import draw_text
@@ -38,15 +39,17 @@ from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 DRAWN_ROUNDS = 3  # of --tree
+HEAD_BUDGET = 8
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
 
 class Factory(NamedTuple):
-    """How the command line makes a method: its default budget, and what it calls --depth and --width."""
+    """How the command line makes a method, with --budget, what it calls --depth and --width, and a head's config."""
 
     make: Callable[..., Method]
     budget: int
     names: dict[str, str]
+    headed: bool = False
 
 
 def _ar(budget: int) -> Method:
@@ -59,6 +62,9 @@ METHODS = {
     "ar": Factory(_ar, 1, {}),
     "prompt_lookup": Factory(prompt_lookup, DEFAULT_BUDGET, {"depth": "depth", "width": "matches"}),
     "token_recycling": Factory(token_recycling, DEFAULT_BUDGET, {"depth": "depth", "width": "k"}),
+    "jetspec": Factory(jetspec, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
+    "dflash": Factory(dflash, HEAD_BUDGET, {"depth": "depth"}, headed=True),
+    "ddtree": Factory(ddtree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
 }
 
 
@@ -67,6 +73,7 @@ class Job(NamedTuple):
 
     options: Options
     target: Target
+    head: Head | None
     plan: Plan
     prompts: list[Prompt]
     ids: list[list[int]]
@@ -75,7 +82,8 @@ class Job(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """What the steps take."""
-        return {"target": self.target.params}
+        params = {"target": self.target.params}
+        return params if self.head is None else params | {"head": self.head.params}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,44 +108,51 @@ def _fail(error: Exception) -> int:
 
 
 def prepare(options: Options) -> Job:
-    """Checks everything that can be wrong, cheap things first; loads the target.
+    """Checks everything that can be wrong, cheap things first; loads the target and the head.
 
     Raises:
       ValueError: something is wrong.
     """
     if options.json is not None:
         check_writable(Path(options.json))
-    method = make_method(options)
+    factory = find_method(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     prompts = read_all(options)
     pick_accelerator(options.accel)
     keep_compilations()
     dtype = default_dtype() if options.dtype == "auto" else DTYPES[options.dtype]
     target = load_target(options.target, dtype)
+    head = load_head(options.head, target) if factory.headed else None
+    method = factory.make(head.config) if head else factory.make()
     attention = None if options.attention == "auto" else options.attention
     plan = Plan(target.config, method, sampling, attention=attention)
     ids = [encode_prompt(target, prompt) for prompt in prompts]
     capacity_for(plan, max(map(len, ids)) + options.max_new_tokens)
-    return Job(options, target, plan, prompts, ids, target_stops(target, options.stop))
+    return Job(options, target, head, plan, prompts, ids, target_stops(target, options.stop))
 
 
-def make_method(options: Options) -> Method:
-    """The method that the options name.
+def find_method(options: Options) -> Factory:
+    """The method that the options name, with their values.
 
     Raises:
       ValueError: there is none of that name, or it does not take an option's value.
     """
     if options.method not in METHODS:
         raise ValueError(f"no method {options.method!r}: there are {', '.join(METHODS)}")
-    make, budget, names = METHODS[options.method]
-    budget = budget if options.budget is None else options.budget
+    factory = METHODS[options.method]
+    if factory.headed and options.head is None:
+        raise ValueError(f"--method {options.method} drafts with a head: give one with --head")
+    if not factory.headed and options.head is not None:
+        raise ValueError(f"--method {options.method} has no head: leave --head out")
+    budget = factory.budget if options.budget is None else options.budget
     if not 1 <= budget <= MAX_BUDGET:
         raise ValueError(f"--budget must be in 1..{MAX_BUDGET}, got {budget}")
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
-    if unknown := given.keys() - names.keys():
+    if unknown := given.keys() - factory.names.keys():
         raise ValueError(f"--method {options.method} has no {min(unknown)}: leave it out")
-    return make(budget, **{names[name]: value for name, value in given.items()})
+    given = {factory.names[name]: value for name, value in given.items()}
+    return factory._replace(make=partial(factory.make, budget=budget, **given), budget=budget)
 
 
 def read_all(options: Options) -> list[Prompt]:
@@ -244,8 +259,8 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "target": job.target.name,
         "target_fingerprint": job.target.fingerprint,
         "method": options.method,
-        "head": None,
-        "head_fingerprint": None,
+        "head": job.head and job.head.name,
+        "head_fingerprint": job.head and job.head.fingerprint,
         "budget": job.plan.method.budget,
         "smart": False,
         "graft": False,

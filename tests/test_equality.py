@@ -1,6 +1,7 @@
 """The central test: with the same seed every method emits what autoregressive decoding emits."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jspec.benches import load_bench
 from jspec.decode import advance, generate
 from jspec.driver import decode_all, outcome
 from jspec.exactness import first_difference
-from jspec.methods import ar, prompt_lookup, token_recycling
+from jspec.heads.config import config_for
+from jspec.heads.parallel import init_head
+from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
 from jspec.models.transformer import fuse
 from jspec.prefill import admit
 from jspec.sampling import Sampling
@@ -26,12 +29,29 @@ SAMPLINGS = {
 LENGTHS = (9, 1, 33, 2, 30, 23, 5)  # of prompts: more than slots, so that slots are refilled
 NEW = 40
 BUCKETS = (1, 8, 64)  # fewer than by default: each is a forward to compile
+CAUSAL = {jetspec: True, dflash: False, ddtree: False}  # the heads of the methods that have one
+
+
+def with_head(config, params):
+    """What the steps take: a target, and a head that is not trained."""
+    head = init_head(head_config(config, True), jax.random.key(1))
+    return {"target": fuse(config, params), "head": head}
+
+
+def head_config(config, causal):
+    return config_for(config, mask_token_id=60, taps=(0, 1), block_size=9, causal=causal)
+
+
+def make(factory, config, budget):
+    if factory in CAUSAL:
+        return factory(head_config(config, CAUSAL[factory]), budget)
+    return factory(budget)
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model):
     config, params = tiny_model(eos_ids=(7,))
-    return config, {"target": fuse(config, params)}
+    return config, with_head(config, params)
 
 
 def prompts(vocab, lengths=LENGTHS, seed=0):
@@ -67,13 +87,29 @@ def reference(tiny):
     }
 
 
+FACTORIES = {
+    (1, 4, 16, 64): (prompt_lookup, token_recycling),
+    (1, 8, 16, 32, 64, 128): tuple(CAUSAL),
+}
+
+
+QUICK_WITH_HEAD = [
+    (jetspec, 16, "top-p", 5),
+    (dflash, 8, "greedy", 1),
+    (ddtree, 32, "top-p", 1),
+]
+
+
+def is_quick(factory, budget, name, batch):
+    if factory in CAUSAL:
+        return (factory, budget, name, batch) in QUICK_WITH_HEAD
+    return (budget == 16 and name != "min-p") or (budget, name, batch) == (64, "top-p", 5)
+
+
 CASES = [
-    pytest.param(factory, budget, name, batch, marks=[] if quick else [pytest.mark.slow])
-    for factory in (prompt_lookup, token_recycling)
-    for budget in (1, 4, 16, 64)
-    for name in SAMPLINGS
-    for batch in (1, 5)
-    for quick in [(budget == 16 and name != "min-p") or (budget, name, batch) == (64, "top-p", 5)]
+    pytest.param(*case, marks=[] if is_quick(*case) else [pytest.mark.slow])
+    for budgets, factories in FACTORIES.items()
+    for case in itertools.product(factories, budgets, SAMPLINGS, (1, 5))
 ]
 
 
@@ -81,7 +117,8 @@ CASES = [
 def test_methods_equal_autoregressive_decoding(tiny, reference, factory, budget, name, batch):
     config, params = tiny
     queue = prompts(config.vocab_size)
-    ours = texts(config, params, factory(budget), SAMPLINGS[name], batch, queue)
+    method = make(factory, config, budget)
+    ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
     assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 
 
@@ -138,14 +175,14 @@ def test_one_program_and_the_host_loop_agree(tiny, reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("factory", [prompt_lookup, token_recycling])
+@pytest.mark.parametrize("factory", [prompt_lookup, token_recycling, jetspec])
 def test_other_architectures(tiny_model, arch, factory):
     config, params = tiny_model(arch)
-    params = {"target": fuse(config, params)}
+    params = with_head(config, params)
     queue = prompts(config.vocab_size)
     sampling = SAMPLINGS["top-p"]
     want = texts(config, params, ar(), sampling, 1, queue)
-    ours = texts(config, params, factory(16), sampling, 3, queue)
+    ours = texts(config, params, make(factory, config, 16), sampling, 3, queue)
     assert not unexcused(config, params, sampling, queue, ours, want)
 
 

@@ -133,6 +133,7 @@ def small_report(**summary):
     return {
         "target": "[bold]x[/]",
         "method": "prompt_lookup",
+        "head": None,
         "budget": 4,
         "accel": "cpu",
         "device": "abacus, 2 cores",

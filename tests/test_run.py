@@ -7,12 +7,16 @@ import time
 import zipfile
 
 import gguf
+import jax
 import pytest
 from tiny_target import write_target
 
 import jspec
 from jspec import run
 from jspec.benches import BENCHES
+from jspec.checkpoint import export_head
+from jspec.heads.config import config_for
+from jspec.heads.parallel import init_head
 from jspec.options import Options, parse
 
 KEYS = {
@@ -135,6 +139,43 @@ def test_methods_and_batches_write_the_same_text(command):
     assert report["budget"] == 3 and len(report["summary"]["accepted_by_depth"]) == 2
 
 
+@pytest.fixture(scope="module")
+def head(folder, tmp_path_factory):
+    """A head for that target, which is not trained."""
+    target = jspec.load(folder)
+    config = config_for(
+        target.config,
+        mask_token_id=63,
+        taps=(0,),
+        block_size=4,
+        target_fingerprint=target.fingerprint,
+    )
+    path = tmp_path_factory.mktemp("heads") / "head"
+    export_head(path, config, init_head(config, jax.random.key(0)))
+    return path
+
+
+@pytest.mark.parametrize("method", ["jetspec", "dflash", "ddtree"])
+def test_methods_that_have_a_head(command, head, method):
+    argv = ["--method", method, "--head", str(head), "--budget", "3", "--depth", "2"]
+    out, report = command("--prompt", "HELLO THERE", "1,2,1,2", *argv)
+    assert_has(report, KEYS | {"head": str, "head_fingerprint": str})
+    assert report["head"] == str(head) and len(report["head_fingerprint"]) == 16
+    summary = report["summary"]
+    assert summary["identical_to_ar"] == "2/2"
+    assert summary["draft_passes"] == sum(one["rounds"] for one in report["results"])
+    assert len(summary["accepted_by_depth"]) == 3
+    assert f"{method}, budget 3, head" in " ".join(out.split())
+
+
+def test_a_head_that_does_not_fit(folder, head, tiny_model, tmp_path, capsys):
+    argv = ["--method", "jetspec", "--head", str(head)]
+    says = "depth must be at most 3, as far as the head drafts, got 4"
+    assert_refused(capsys, ["--target", str(folder), *argv, "--depth", "4"], says)
+    other = write_target(tmp_path / "other", tiny_model, seed=1)
+    assert_refused(capsys, ["--target", str(other), *argv], "the head was trained on target")
+
+
 def test_sampling_with_a_seed(command):
     argv = ["--prompt", "HELLO", "--temperature", "1.5", "--top-p", "0.95"]
     first, again, other = (command(*argv, "--seed", seed)[1] for seed in "112")
@@ -210,7 +251,7 @@ def test_a_config_file_and_overrides(tmp_path):
 def test_committed_configs(path):
     chosen = parse(["--config", str(path)])
     assert chosen != Options()
-    assert run.make_method(chosen).budget >= 1
+    assert run.find_method(chosen).budget >= 1
 
 
 BAD = {
@@ -252,7 +293,10 @@ BAD = {
     "a TPU that isn't there": (["--accel", "tpu"], "JAX finds no tpu here: use --accel cpu"),
     "an unknown accelerator": (["--accel", "npu"], "--accel: expected one of auto, cpu, gpu, tpu"),
     "an unknown dtype": (["--dtype", "fp8"], "--dtype: expected one of auto, fp32, bf16, got fp8"),
-    "a head": (["--head", "x"], "--head x is not there yet: leave it out"),
+    "a head of no use": (["--head", "x"], "--method prompt_lookup has no head: leave --head out"),
+    "no head": (["--method", "jetspec"], "--method jetspec drafts with a head: give one with"),
+    "an unknown head": (["--method", "dflash", "--head", "x"], "no head 'x': give "),
+    "a width of a chain": (["--method", "dflash", "--head", "x", "--width", "2"], "no width"),
     "smart": (["--smart", "on"], "--smart on is not there yet: use off"),
     "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
     "graft": (["--graft", "on"], "--graft on is not there yet: use off"),
