@@ -261,7 +261,7 @@ class Trainer:
         self.batches = Batches(train, batch, head_config.depth)
         self.recordings = held_out_recordings(held, taps, head_config, optim)
         self.frozen = frozen_parts(target, draft_ids)
-        self.plans, self.folder, self._as_params = plans, folder, as_params
+        self.plans, self.folder, self.as_params = plans, folder, as_params
         folder.mkdir(parents=True, exist_ok=True)
         head = first_head(head_config, train, taps, optim.seed)
         self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
@@ -286,12 +286,18 @@ class Trainer:
             kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
             path.write_text("".join(kept))
 
-    def run(self, until: int | None = None, say: Callable[[dict], None] = lambda row: None) -> None:
+    def run(
+        self,
+        until: int | None = None,
+        say: Callable[[dict], None] = lambda row: None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
         """Trains to the end, or to a step.
 
         Args:
           until: a multiple of ``eval_every``, or the last step.
           say: is told each logged row.
+          tick: is called after each step.
         """
         until = self.optim.steps if until is None else min(until, self.optim.steps)
         said, start = [], time.perf_counter()
@@ -306,6 +312,7 @@ class Trainer:
                 self.batches[step],
             )
             said.append(numbers)
+            tick()
             if (step + 1) % self.optim.eval_every == 0 or step + 1 == self.optim.steps:
                 row = summary(step + 1, said, time.perf_counter() - start)
                 row |= self.evaluate()
@@ -317,7 +324,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out acceptance of the head as it is."""
-        params = {"target": self.frozen.target, "head": self._as_params(self.state.head)}
+        params = {"target": self.frozen.target, "head": self.as_params(self.state.head)}
         return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
 
     def _keep(self, step: int, row: dict[str, Any]) -> None:

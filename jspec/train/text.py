@@ -30,6 +30,8 @@ PERIOD, REPEATED = (
     24,
     28,
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
+Progress = Callable[[str, int, int], None]
+"""``progress(what, total, tokens)``: one more of ``total`` texts is finished, with so many new tokens."""
 _MARK = "\ufdd0"  # stands for a user's words while a chat template is taken apart: no text has this character
 
 
@@ -188,7 +190,9 @@ def turn_opening(target: Target, system: str) -> list[int]:
     return target.tokenizer.encode(text[: text.index(_MARK)], add_special_tokens=False)
 
 
-def write_turns(target: Target, config: TextConfig, first: int, last: int) -> list[str]:
+def write_turns(
+    target: Target, config: TextConfig, first: int, last: int, progress: Progress
+) -> list[str]:
     """User turns ``first`` to ``last`` - 1 that the target writes itself; those without an end are left out."""
     openings = [turn_opening(target, system) for system in config.systems]
     prompts = [openings[i % len(openings)] for i in range(first, last)]
@@ -204,6 +208,7 @@ def write_turns(target: Target, config: TextConfig, first: int, last: int) -> li
         batch=config.batch,
         seed=config.seed,
     ):
+        progress("user turns", config.turns, len(one.tokens) - one.start)
         if one.tokens[-1] in target.config.eos_ids:
             found[one.index] = target.tokenizer.decode(one.tokens[one.start : -1]).strip()
     return [text for _, text in sorted(found.items()) if len(text) > 1]
@@ -284,16 +289,20 @@ def put(path: Path, write_to: Callable[[Any], Any]) -> None:
 
 
 def gather_prompts(
-    target: Target, config: TextConfig, library: Library, given: Sequence[Prompt], say=print
+    target: Target,
+    config: TextConfig,
+    library: Library,
+    given: Sequence[Prompt],
+    progress: Progress,
 ) -> list[list[int]]:
     """All prompts to be answered, as ids, in a seeded order: given ones, and turns that the target writes itself."""
     turns = []
     for number, first in enumerate(range(0, config.turns, config.shard)):
         path = library.folder / f"turns-{number:05}.json"
         if not path.exists():
-            texts = write_turns(target, config, first, min(first + config.shard, config.turns))
+            last = min(first + config.shard, config.turns)
+            texts = write_turns(target, config, first, last, progress)
             put(path, lambda f, texts=texts: f.write(json.dumps(texts).encode()))
-            say(f"user turns: {min(first + config.shard, config.turns)} of {config.turns}")
         turns += json.loads(path.read_text())
     unique = list(dict.fromkeys(turns))
     prompts = [user_turn(f"turn/{i}", text) for i, text in enumerate(unique)] + list(given)
@@ -309,7 +318,7 @@ def write_text(
     folder: Path,
     taps: tuple[int, ...] = (),
     given: Sequence[Prompt] = (),
-    say: Callable[[str], None] = print,
+    progress: Progress = lambda what, total, tokens: None,
 ) -> None:
     """Writes what is still missing of a library of text.
 
@@ -319,11 +328,11 @@ def write_text(
       folder: of the library.
       taps: kept with the text; () leaves them to be made again in training.
       given: the prompts of ``config.prompts``.
-      say: is told how far it is.
+      progress: is called for every text that is finished.
     """
     library = Library(folder)
     library.open(target, config, taps)
-    prompts = gather_prompts(target, config, library, given, say)
+    prompts = gather_prompts(target, config, library, given, progress)
     method = keeper(taps) if taps else ar()
     for shard, first in enumerate(range(0, len(prompts), config.shard)):
         if library.has(shard):
@@ -340,10 +349,7 @@ def write_text(
             batch=config.batch,
             seed=config.seed + 1,
         ):
+            progress("answers", len(prompts), len(one.tokens) - one.start)
             end = one.start + loop_start(one.tokens[one.start :])
             texts.append(one._replace(tokens=one.tokens[:end], taps=one.taps[: end - 1]))
         library.save(shard, texts, wide=target.config.vocab_size > 1 << 16)
-        new = sum(len(one.tokens) - one.start for one in texts)
-        say(
-            f"shard {shard}: {len(texts)} texts, {new} tokens; {first + len(texts)} of {len(prompts)}"
-        )

@@ -76,7 +76,7 @@ def same(a, b):
 
 def test_the_target_writes_its_text_and_keeps_its_states(target, tmp_path):
     folder = tmp_path / "whole"
-    write_text(target, CONFIG, folder, TAPS, GIVEN, say=lambda _: None)
+    write_text(target, CONFIG, folder, TAPS, GIVEN)
     found = read(folder)
     plan = Plan(target.config, keeper(TAPS))
     texts = 0
@@ -94,10 +94,10 @@ def test_the_target_writes_its_text_and_keeps_its_states(target, tmp_path):
     # Killed after any file, it goes on to the same end; in other batches it writes the same.
     for missing in ("text/00000.npz", "turns-00001.json"):
         other = tmp_path / missing.replace("/", "-")
-        write_text(target, CONFIG, other, TAPS, GIVEN, say=lambda _: None)
+        write_text(target, CONFIG, other, TAPS, GIVEN)
         (other / missing).unlink()
         config = dataclasses.replace(CONFIG, batch=3)
-        write_text(target, config, other, TAPS, GIVEN, say=lambda _: None)
+        write_text(target, config, other, TAPS, GIVEN)
         same(found, read(other))
     with pytest.raises(ValueError, match=r"another config \(seed differ\)"):
         write_text(target, dataclasses.replace(CONFIG, seed=4), folder, TAPS, GIVEN)

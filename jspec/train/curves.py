@@ -1,0 +1,33 @@
+"""The figure of a run: its loss, and the held-out acceptance."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def draw_curves(folder: Path) -> Path:
+    """Draws ``log.jsonl`` of a run into ``curves.svg`` beside it."""
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows]
+    figure, (losses, lengths, depths) = plt.subplots(1, 3, figsize=(13, 3.4))
+    losses.plot(steps, [row["loss"] for row in rows])
+    losses.set(title="training loss", xlabel="step")
+    for name in ("tree", "chain"):
+        lengths.plot(steps, [row[name] for row in rows], marker=".", label=name)
+    lengths.set(title="held-out acceptance length", xlabel="step")
+    lengths.legend()
+    for depth, reached in enumerate(zip(*(row["tree_by_depth"] for row in rows)), 1):
+        depths.plot(steps, reached, label=f"depth {depth}")
+    depths.set(title="rounds whose tree is accepted to a depth", xlabel="step")
+    depths.legend(fontsize=7)
+    for axis in (losses, lengths, depths):
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    path = folder / "curves.svg"
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path

@@ -1,0 +1,76 @@
+"""The options of ``python -m jspec.train``: one config for all stages, from YAML and the command line."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jsonargparse
+
+from jspec.models.load import DEFAULT_TARGET
+from jspec.options import Parser, one_line
+from jspec.train.data import BatchConfig
+from jspec.train.loop import OptimConfig
+from jspec.train.losses import LossConfig
+from jspec.train.text import TextConfig
+
+STAGES = ("text", "head", "export")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+    """The head to be trained: its layers have the target's own sizes.
+
+    Attributes:
+      causal: JetSpec's in-block mask; false: DFlash's.
+      block_size: slots, the root included.
+      num_layers: of the head.
+      taps: target layers it reads; (): five, spread evenly.
+      mask_token: whose embedding the drafted slots carry: a special token that the target's texts do not use.
+      draft_vocab_size: the most frequent tokens of the training text; null: all tokens.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    causal: bool = True
+    block_size: int = 8
+    num_layers: int = 2
+    taps: tuple[int, ...] = ()
+    mask_token: str = "<empty_output>"
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self):
+        for name, least in {"block_size": 2, "num_layers": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be {least} or above, got {getattr(self, name)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """A whole run.
+
+    Attributes:
+      target: see ``jspec.load``.
+      library: folder of the training text; runs may share it.
+      run: folder of this head's run.
+      accel: where to run.
+      keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
+        made again in every step.
+      teacher: keep its final states too, which KL losses need.
+      text: what is written.
+      head: its shape.
+      batch: the shape of a step.
+      loss: what it is trained for.
+      optim: how.
+    """
+
+    target: str = DEFAULT_TARGET
+    library: str = "library"
+    run: str = "run"
+    accel: str = "auto"
+    keep_taps: bool = True
+    teacher: bool = True
+    text: TextConfig = dataclasses.field(default_factory=TextConfig)
+    head: HeadOptions = dataclasses.field(default_factory=HeadOptions)
+    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)

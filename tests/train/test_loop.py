@@ -1,0 +1,144 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.heads.config import config_for
+from jspec.heads.parallel import with_draft_ids
+from jspec.methods import ar, ddtree, dflash
+from jspec.models.load import Target
+from jspec.models.transformer import fuse
+from jspec.recording import record
+from jspec.state import Plan
+from jspec.train.data import BatchConfig, Text, draft_vocabulary
+from jspec.train.features import target_taps
+from jspec.train.loop import OptimConfig, Trainer
+from jspec.train.losses import LossConfig
+
+TAPS = (0, 1, 2)  # the last is the final normed state
+GAMMA = LossConfig(gamma=4.0)
+OPTIM = OptimConfig(
+    steps=6,
+    learning_rate=3e-3,
+    eval_every=2,
+    eval_texts=2,
+    eval_tokens=8,
+    eval_budget=8,
+    held_out=3,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model):
+    config, params = tiny_model(vocab_size=48, eos_ids=())
+    return Target(config, fuse(config, params), None, "tiny", "f" * 16)
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    """Greedy answers of the target, which soon go round in circles: easily learned."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 48, rng.integers(1, 6)).tolist() for _ in range(11)]
+    params = {"target": target.params}
+    plan = Plan(target.config, ar())
+    out = []
+    for one in record(plan, params, prompts, max_new_tokens=24, batch=11):
+        taps = target_taps(target.config, target.params, one.tokens[None], TAPS)[0, :-1]
+        out.append(Text(one.tokens, one.start, np.asarray(taps, np.float16)))
+    return out
+
+
+def trainer(
+    target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=True
+):
+    config = config_for(
+        target.config,
+        mask_token_id=7,
+        taps=(0, 1),
+        block_size=4,
+        causal=causal,
+        draft_vocab_size=vocab,
+    )
+    ids = None if vocab is None else draft_vocabulary(texts, vocab, 48)
+    plans = {
+        "tree": Plan(target.config, ddtree(config, 8)),
+        "chain": Plan(target.config, dflash(config, 4)),
+    }
+    return Trainer(
+        target,
+        config,
+        texts,
+        TAPS,
+        plans,
+        folder,
+        batch=BatchConfig(texts=2, anchors=4, lengths=(32,)),
+        loss=loss,
+        optim=optim,
+        draft_ids=ids,
+        as_params=lambda h: h if ids is None else with_draft_ids(h, target.params, ids),
+    )
+
+
+def log(folder):
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "slots_per_second"} for row in rows]
+
+
+def test_a_run_that_was_killed_ends_like_one_that_was_not(target, texts, tmp_path):
+    whole = trainer(target, texts, tmp_path / "whole")
+    whole.run()
+    assert [row["step"] for row in log(tmp_path / "whole")] == [2, 4, 6]
+    parts = trainer(target, texts, tmp_path / "parts")
+    parts.run(until=2)
+    # What a kill between two checkpoints leaves: log rows and steps that are made again.
+    with (tmp_path / "parts" / "log.jsonl").open("a") as file:
+        file.write(json.dumps(log(tmp_path / "parts")[0] | {"step": 4}) + "\n" + '{"step": 5, "lo')
+    parts = trainer(target, texts, tmp_path / "parts")
+    assert int(parts.state.step) == 2
+    parts.run()
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, parts.state, whole.state)
+    jax.tree.map(np.testing.assert_array_equal, parts.best_head(), whole.best_head())
+    best = max(row["tree"] for row in log(tmp_path / "whole"))
+    assert float(whole.state.best) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("loss", "causal", "vocab"),
+    [
+        (LossConfig(), False, None),
+        (LossConfig("fkl"), True, 30),
+        (LossConfig("rkl", teacher_top_k=4), True, None),
+        (LossConfig(dpace=0.5), True, 30),
+    ],
+    ids=str,
+)
+def test_every_loss_makes_a_head_that_foresees_the_target(
+    target, texts, tmp_path, loss, causal, vocab
+):
+    steps = 120
+    optim = OptimConfig(
+        steps=steps,
+        learning_rate=5e-3,
+        eval_every=steps // 2,
+        eval_texts=2,
+        eval_tokens=8,
+        eval_budget=8,
+        held_out=2,
+    )
+    run = trainer(target, texts, tmp_path, loss, optim, vocab, causal)
+    before = run.evaluate()["tree"]
+    run.run()
+    rows = log(tmp_path)
+    assert rows[1]["loss"] < rows[0]["loss"]
+    assert rows[1]["hits"][0] > 0.5
+    assert rows[1]["tree"] > before
+
+
+def test_text_that_is_too_short_is_refused(target, texts, tmp_path):
+    short = [text._replace(tokens=text.tokens[: text.start + 4]) for text in texts]
+    with pytest.raises(ValueError, match="no held-out answer has the 11 tokens"):
+        trainer(target, short, tmp_path)
+    with pytest.raises(ValueError, match="held_out must be below the 2 texts"):
+        trainer(target, texts[:2], tmp_path)
