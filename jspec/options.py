@@ -62,7 +62,7 @@ class Options:
     limit: Annotated[int | None, "only the first so many prompts"] = None
     baseline: Annotated[bool, "decode autoregressively too, and compare"] = True
     json: Annotated[str | None, "write the report there"] = None
-    tree: Annotated[bool, "draw the trees of the first rounds"] = False
+    tree: Annotated[bool, "draw the first trees drafted"] = False
     profile: Annotated[bool, "run and time the steps of a round one by one"] = False
 
     def __post_init__(self):

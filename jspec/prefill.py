@@ -1,7 +1,7 @@
 """Reading prompts: all tokens but the last go through the target in bucketed chunks, into a slot of the state."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
@@ -74,6 +74,19 @@ def chunks(count: int, capacity: int) -> list[int]:
     return out
 
 
+def in_chunks(
+    tokens: Int[np.ndarray, " n"], capacity: int
+) -> Iterator[tuple[Int[np.ndarray, "1 K"], Int[np.ndarray, " 1"]]]:
+    """A text as ``read_chunk`` takes it: padded chunks, and how many tokens of each are the text's."""
+    at = 0
+    for width in chunks(len(tokens), capacity):
+        part = tokens[at : at + width]
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : part.size] = part
+        yield padded, np.asarray([part.size], np.int32)
+        at += part.size
+
+
 def _room(plan: Plan, capacity: int) -> int:
     """Known tokens that a row can have."""
     return min(capacity, plan.config.max_positions)
@@ -130,13 +143,8 @@ def admit(
         raise ValueError(f"slot must be in 0..{state.rows.done.shape[0] - 1}, got {slot}")
     ids = check_prompt(plan, prompt, capacity, max_new_tokens)
     one = _fresh(plan, params, state)
-    at = 0
-    for width in chunks(ids.size - 1, capacity):
-        part = ids[at : min(at + width, ids.size - 1)]
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : part.size] = part
-        one = _read_chunk(plan, params, one, padded, np.asarray([part.size], np.int32))
-        at += part.size
+    for chunk, count in in_chunks(ids[:-1], capacity):
+        one = _read_chunk(plan, params, one, chunk, count)
     known = np.zeros((1, capacity + 1), np.int32)
     known[0, : ids.size] = ids
     rows = dataclasses.replace(

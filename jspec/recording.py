@@ -19,7 +19,7 @@ from jspec.decode import absorb, emit, judge, observe, propose
 from jspec.driver import Finished, Stream, outcome
 from jspec.method import Memory, Needs, Params
 from jspec.methods.ar import ar
-from jspec.prefill import chunks, read_chunk
+from jspec.prefill import chunks, in_chunks, read_chunk
 from jspec.state import DecodeState, Plan, capacity_for, new_state
 from jspec.tree import Tree
 from jspec.verification import Verified
@@ -113,14 +113,10 @@ def text_taps(
     plan = dataclasses.replace(plan, method=keep)
     capacity = capacity_for(plan, len(text))
     state = new_state(plan, params, 1, capacity, jax.random.key(0))
-    out, at = [], 0
-    for width in chunks(len(text) - 1, capacity):
-        part = text[at : min(at + width, len(text) - 1)]
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : part.size] = part
-        state = _read(plan, params, state, padded, np.asarray([part.size], np.int32))
-        out.append(np.asarray(state.method.rows[0, : part.size]))
-        at += part.size
+    out = []
+    for chunk, count in in_chunks(text[:-1], capacity):
+        state = _read(plan, params, state, chunk, count)
+        out.append(np.asarray(state.method.rows[0, : count[0]]))
     empty = np.zeros((0, len(taps), plan.config.hidden_size), np.float32)
     return np.concatenate([empty, *out])
 

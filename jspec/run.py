@@ -37,7 +37,7 @@ from jspec.state import MAX_BUDGET, Plan, capacity_for, new_state
 from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target_stops
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-DRAWN_ROUNDS = 3  # of --tree
+DRAWN_ROUNDS = 3  # of --tree: those in which something was drafted
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
 
@@ -160,6 +160,8 @@ def read_all(options: Options) -> list[Prompt]:
 def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("compiling; the next start finds it in the cache", file=sys.stderr)
     if options.tree:
         draw_rounds(job, console)
     run = Comparison(
@@ -222,11 +224,15 @@ def draw_rounds(job: Job, console: Console) -> None:
     def word(token):
         return job.target.tokenizer.decode([token], skip_special=False)
 
-    console.print(Text(f"the first rounds of prompt {job.prompts[0].id!r}", "bold"))
-    for _ in range(DRAWN_ROUNDS):
-        if state.rows.done[0]:
-            break
+    console.print(Text(f"the first drafts for prompt {job.prompts[0].id!r}", "bold"))
+    drawn = number = 0
+    while drawn < DRAWN_ROUNDS and not state.rows.done[0]:
         state, verdict = _round(plan, job.params, state)
+        number += 1
+        if verdict.tree.size[0] == 1 and plan.method.budget > 1:
+            continue  # nothing was drafted
+        drawn += 1
+        console.print(Text(f"round {number}", "dim"))
         console.out(draw_text(verdict.tree, 0, word, verdict.path[0]), highlight=False)
         bonus = verdict.tokens[0, verdict.path[0, verdict.count[0] - 1]]
         console.out(f"then {word(int(bonus))!r}\n", highlight=False)
@@ -271,5 +277,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if sys.stdout is None:
+        sys.exit(_fail(OSError("standard output is closed")))
     sys.stdout.reconfigure(errors="replace")  # answers hold characters that a terminal may lack
     sys.exit(main())
