@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import jsonargparse
+import yaml
 
 from jspec.benches import BENCHES, is_text
 from jspec.device import Accel
@@ -97,6 +98,19 @@ class Options:
 class _Parser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         raise ValueError(_one_line(message))
+
+
+_load_yaml = jsonargparse.get_loader("yaml")
+
+
+def _load(text: str) -> Any:
+    """YAML without aliases: the library does not come back from one that holds itself."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise yaml.YAMLError("a config file must not have aliases (*name)")
+    return _load_yaml(text)
+
+
+jsonargparse.set_loader("yaml", _load, (yaml.YAMLError,))
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec.decode import write_rows
-from jspec.method import Params, Verdict
+from jspec.method import Params, Verdict, check_range
 from jspec.state import DecodeState, Plan, insert, new_state
 from jspec.tree import Tree
 from jspec.verification import run_rows
@@ -100,8 +100,15 @@ def check_prompt(
     Raises:
       ValueError: an empty prompt, a token outside the vocabulary, no room for a new token, or none wanted.
     """
-    ids = np.asarray(prompt, np.int64).reshape(-1)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # rows of different lengths
+        ids = np.zeros((0, 0))
     vocab, room = plan.config.vocab_size, _room(plan, capacity)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError("prompt must be a sequence of token ids, whole numbers")
+    if capacity < 1:
+        raise ValueError(f"capacity must be 1 or above, got {capacity}")
     if not ids.size:
         raise ValueError("prompt must have at least one token")
     if ids.min() < 0 or ids.max() >= vocab:
@@ -110,8 +117,7 @@ def check_prompt(
         raise ValueError(
             f"prompt of {ids.size} tokens is longer than the context allows, {room - 1}"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be 1 or above, got {max_new_tokens}")
+    check_range("max_new_tokens", max_new_tokens, 1)
     return ids.astype(np.int32)
 
 

@@ -18,7 +18,7 @@ from jspec.comparison import Comparison
 from jspec.decode import decode_round
 from jspec.device import default_dtype, keep_compilations, pick_accelerator
 from jspec.driver import Event
-from jspec.method import Method
+from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import ar, prompt_lookup, token_recycling
 from jspec.models.load import Target, load_target
 from jspec.options import Options, parse
@@ -33,7 +33,7 @@ from jspec.report import (
     write_json,
 )
 from jspec.sampling import Sampling
-from jspec.state import MAX_BUDGET, Plan, capacity_for, new_state
+from jspec.state import Plan, capacity_for, new_state
 from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target_stops
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
@@ -79,7 +79,7 @@ class Job(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 2 for an error of the user's or a full disk, 130 when interrupted."""
+    """The command; returns the exit status: 0, 2 for an error of the user's or a full disk or memory, 130 for Ctrl-C."""
     try:
         try:
             job = prepare(parse(argv))
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(error)
         try:
             decode(job, Console(width=None if sys.stdout.isatty() else 120))
-        except OSError as error:
+        except (OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
             return _fail(error)
     except KeyboardInterrupt:
         return 130
@@ -131,8 +131,7 @@ def make_method(options: Options) -> Method:
         raise ValueError(f"no method {options.method!r}: there are {', '.join(METHODS)}")
     make, budget, names = METHODS[options.method]
     budget = budget if options.budget is None else options.budget
-    if not 1 <= budget <= MAX_BUDGET:
-        raise ValueError(f"--budget must be in 1..{MAX_BUDGET}, got {budget}")
+    check_range("--budget", budget, 1, MAX_BUDGET)
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - names.keys():
@@ -161,7 +160,7 @@ def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
     if sys.stderr is not None and sys.stderr.isatty():
-        print("compiling; the next start finds it in the cache", file=sys.stderr)
+        print("compiling, or reading what an earlier start compiled", file=sys.stderr)
     if options.tree:
         draw_rounds(job, console)
     run = Comparison(
@@ -262,6 +261,11 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "min_p": options.min_p,
         "seed": options.seed,
         "batch": options.batch,
+        "depth": job.plan.method.needs.depth,
+        "max_new_tokens": options.max_new_tokens,
+        "stop": list(options.stop),
+        "prompts": options.bench or options.prompts or ("given" if options.prompt else "built-in"),
+        "profile": options.profile,
         "results": [
             summarize_prompt(
                 prompt.id,

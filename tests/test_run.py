@@ -35,6 +35,11 @@ KEYS = {
     "min_p": float,
     "seed": int,
     "batch": int,
+    "depth": int,
+    "max_new_tokens": int,
+    "stop": list,
+    "prompts": str,
+    "profile": bool,
     "results": list,
     "summary": dict,
 }
@@ -61,6 +66,7 @@ SUMMARY_KEYS = {
     "ar_tokens_per_second": float,
     "speedup": float,
     "identical_to_ar": str,
+    "excused": int,
     "compile_seconds": float,
     "prefill_seconds": float,
     "step_seconds": None,
@@ -261,6 +267,11 @@ BAD = {
     "no config": (["--config", "no.yaml"], "--config: File does not exist"),
     "a report in no folder": (["--json", "no/such/out.json"], "cannot write no/such/out.json"),
     "a report that is a folder": (["--json", "."], "cannot write .: Is a directory"),
+    "too wide a table": (
+        ["--method", "token_recycling", "--width", "1000000"],
+        "k must be in 1..256",
+    ),
+    "too many matches": (["--width", "65"], "matches must be in 1..64"),
     "too long a prompt": (["--prompt", "HI", "A" * 300], "prompt '2' has 305 tokens, the target's"),
 }
 
@@ -314,6 +325,8 @@ def test_a_wrong_line_in_a_file_of_prompts(folder, capsys, tmp_path, content, sa
         ('prompt: ["\\ud800"]', "config"),
         ("[" * 100_000, "config"),
         ("{a: [", "config"),
+        ("prompt: &a [*a]", "aliases"),
+        ("x: &a {y: *a}", "aliases"),
         ("3", "config"),
     ],
 )

@@ -167,7 +167,7 @@ def report(log):
     lines = [
         "# Training-free drafters on SmolLM2-135M-Instruct",
         "",
-        f"fp32, greedy, {device_name()}. Made by `python -m experiments.baselines.run`.",
+        f"Q4_1 weights, computed with in fp32; greedy, {device_name()}. Made by `python -m experiments.baselines.run`.",
         "",
         "## Acceptance length",
         "",
