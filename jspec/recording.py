@@ -174,7 +174,7 @@ def replay(
     longest = max((one.start for one in recordings), default=1)
     capacity = capacity or capacity_for(plan, longest + max_new_tokens)
     for one in recordings:
-        check_prompt(plan, one.tokens[: one.start], capacity, max_new_tokens)
+        check_prompt(plan, one.tokens[: one.start].tolist(), capacity, max_new_tokens)
     return [
         _replay(plan, params, one, max_new_tokens, memory, stops, capacity) for one in recordings
     ]

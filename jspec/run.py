@@ -79,7 +79,7 @@ class Job(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 2 for an error of the user's or a full disk or memory, 130 for Ctrl-C."""
+    """The command; returns the exit status: 0, 2 for a user's error or a full disk or memory, 130 for Ctrl-C."""
     try:
         try:
             job = prepare(parse(argv))

@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="has no prompts"):
         read_prompts(tmp_path / "blank")
     (tmp_path / "latin").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="latin, line 2: .*utf-8"):
+    with pytest.raises(ValueError, match=r"latin, line 2: .*utf-8"):
         read_prompts(tmp_path / "latin")
 
 

@@ -121,6 +121,8 @@ def _byte_level(info, tokens):
 
 def _sentencepiece(info, tokens, types):
     """Pieces with scores as BPE with merges: pairs that make better-scored pieces come first."""
+    if len(info["scores"]) != len(tokens):
+        raise ValueError(f"{len(info['scores'])} scores for {len(tokens)} tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     known = {token for token, kind in zip(tokens, types) if kind == _NORMAL}
     merges = [
