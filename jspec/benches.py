@@ -1,5 +1,6 @@
 """Prompts: the four benches, files of prompts, and the built-in ones."""
 
+import codecs
 import dataclasses
 import gzip
 import json
@@ -129,16 +130,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
       ValueError: a file that cannot be read or has no prompts, or a malformed line, by its number.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        content = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read prompts from {path}: {error}") from None
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            prompt = _parse(json.loads(line), number)
+            prompt = _parse(json.loads(line.decode("utf-8")), number)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from None
         prompts.append(dataclasses.replace(prompt, where=where))
@@ -152,11 +153,12 @@ def _parse(row: Any, number: int) -> Prompt:
     if len(kinds) != 1:
         raise ValueError('a line must be an object with one of "prompt", "messages" or "text"')
     (kind,) = kinds
-    id, value = str(row.get("id", number)), row[kind]
+    id, value = row.get("id"), row[kind]
+    id = str(number if id is None else id)
     if not is_text(id):
         raise ValueError('"id" must be a text')
     if kind == "messages":
-        if not (isinstance(value, list) and value and all(map(_is_message, value))):
+        if not (isinstance(value, list) and value and all(map(is_message, value))):
             raise ValueError('"messages" must be a list of {"role": text, "content": text}')
         return Prompt(id, messages=tuple(value))
     if not is_text(value):
@@ -164,7 +166,8 @@ def _parse(row: Any, number: int) -> Prompt:
     return user_turn(id, value) if kind == "prompt" else Prompt(id, text=value)
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
+    """Whether it is a message with a role and a content."""
     keys = ("role", "content")
     return isinstance(value, dict) and all(is_text(value.get(key)) for key in keys)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jspec.driver import Event, Finished, Stream
 from jspec.exactness import Difference, first_difference
-from jspec.method import Params
+from jspec.method import Params, check_range
 from jspec.methods import ar
 from jspec.state import Plan, capacity_for
 
@@ -67,6 +67,7 @@ class Comparison:
           **options: of both streams: ``stops``, ``capacity``, ``rounds``, ``profile`` (see ``Stream``); and of the
             method's alone, ``memory``.
         """
+        check_range("batch", batch, 1)
         memory = options.pop("memory", None)
         longest = max(map(len, prompts), default=1)
         options.setdefault("capacity", capacity_for(plan, longest + max_new_tokens))

@@ -76,7 +76,7 @@ def commit(
     """
     rows, kept = emit(state.rows, state.cache.length, verdict, state.stops)
     cache = write_rows(state.cache, verified.keys, verified.values, verdict.path, kept)
-    used = jnp.arange(state.histogram.shape[0]) == row_bucket(plan, verdict.tree)
+    used = jnp.arange(state.histogram.shape[0]) == row_bucket(plan, state, verdict.tree)
     histogram = state.histogram + used * (verdict.count > 0).any()
     return dataclasses.replace(state, cache=cache, rows=rows, histogram=histogram), kept
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +49,7 @@ def keep_compilations() -> None:
     folder = cache_dir() / "xla"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Int
 
 from jspec.decode import absorb, advance, commit, judge, observe, propose
-from jspec.method import Memory, Params
-from jspec.prefill import admit, check_prompt
+from jspec.method import Memory, Params, check_range
+from jspec.prefill import admit, check_prompt, chunks
 from jspec.state import DecodeState, Plan, capacity_for, new_state
 from jspec.verification import verify
 
+MAX_ROUNDS = 1 << 30  # between two looks of the host: until a row finishes
 STEPS = ("propose", "verify", "accept_commit", "absorb_observe")
 
 
@@ -89,8 +90,8 @@ class Stream:
 
     Attributes:
       state: the decode's state; ``memory()`` is what its method keeps for a later stream.
-      compile_seconds: the round's compilation (or its load from the persistent cache).
-      prefill_seconds: reading prompts, their compilations included.
+      compile_seconds: compilation (or its load from the persistent cache), and a first run of every program.
+      prefill_seconds: reading prompts.
       decode_seconds: in rounds.
       step_seconds: with ``profile``, seconds by step (``STEPS``).
     """
@@ -111,7 +112,7 @@ class Stream:
         first_index: int = 0,
         profile: bool = False,
     ):
-        """Compiles the round; decoding starts with the iteration.
+        """Compiles and warms up; decoding starts with the iteration.
 
         Args:
           plan: static.
@@ -128,11 +129,12 @@ class Stream:
           profile: runs the steps one by one and times them.
 
         Raises:
-          ValueError: batch or rounds below 1; a prompt that ``check_prompt`` refuses.
+          ValueError: an argument out of range; a prompt that ``check_prompt`` refuses.
         """
-        for name, value in (("batch", batch), ("rounds", rounds)):
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or above, got {value}")
+        check_range("batch", batch, 1)
+        check_range("rounds", rounds, 1, MAX_ROUNDS)
+        check_range("seed", seed, 0, 2**32 - 1)
+        check_range("first_index", first_index, 0, 2**31 - 1 - len(prompts))
         self.plan, self.params = plan, params
         self.prompts, self.max_new_tokens = prompts, max_new_tokens
         self.rounds, self.first_index = rounds, first_index
@@ -144,16 +146,35 @@ class Stream:
         for prompt in prompts:
             check_prompt(plan, prompt, capacity, max_new_tokens)
         self._started = False
-        key = jax.random.key(seed)
-        self.state = new_state(plan, params, batch, capacity, key, stops, memory)
         start = time.perf_counter()
-        # All slots are empty and done: this compiles the program and runs no round (a step-by-step one runs none's).
-        if profile:
-            self.state = self._timed_round(self.state, {})
-        else:
-            self.state = advance(plan, params, self.state, rounds)
-        jax.block_until_ready(self.state)
+
+        def fresh():
+            key = jax.random.key(seed)
+            return new_state(plan, params, batch, capacity, key, stops, memory)
+
+        self.state = fresh()
+        self._warm_up()
+        del self.state  # before another one needs the room
+        self.state = fresh()
         self.compile_seconds = time.perf_counter() - start
+
+    def _warm_up(self) -> None:
+        """Runs every program once: the first run of one that is compiled takes longer than the others.
+
+        (On XLA:CPU by up to 0.2 s, with more row buckets more often, so that speeds would be the less comparable.)
+        """
+        seen = set()
+        for prompt in self.prompts:
+            widths = set(chunks(len(prompt) - 1, self.state.capacity))
+            if not seen or widths - seen:
+                self.state = self._read(self.state, 0, prompt, 0)
+                seen |= widths or {0}
+        batch = self.state.rows.done.shape[0]
+        for least in self.plan.row_buckets(batch):
+            rows = dataclasses.replace(self.state.rows, done=jnp.arange(batch) > 0)
+            state = dataclasses.replace(self.state, rows=rows, least_rows=jnp.int32(least))
+            self.state = self._decode(state, 1, {})
+            self._look()
 
     def memory(self) -> Memory:
         """What the method keeps for a later stream, copied: this one's next round donates its own."""
@@ -182,13 +203,8 @@ class Stream:
             if all(at is None for at in running):
                 return
             start = time.perf_counter()
-            if self._profile:
-                self.state = self._timed_round(self.state, self.step_seconds)
-            else:
-                self.state = advance(self.plan, self.params, self.state, self.rounds)
-            known, done, tokens = jax.device_get(
-                (self.state.known, self.state.rows.done, self.state.rows.tokens)
-            )
+            self.state = self._decode(self.state, self.rounds, self.step_seconds)
+            known, done, tokens = self._look()
             self.decode_seconds += time.perf_counter() - start
             for slot, at in enumerate(running):
                 if at is None:
@@ -203,12 +219,26 @@ class Stream:
 
     def _admit(self, slot: int, at: int) -> None:
         start = time.perf_counter()
-        index = self.first_index + at
-        self.state = admit(
-            self.plan, self.params, self.state, slot, self.prompts[at], index, self.max_new_tokens
-        )
-        jax.block_until_ready(self.state.rows.tokens)
+        self.state = self._read(self.state, slot, self.prompts[at], self.first_index + at)
         self.prefill_seconds += time.perf_counter() - start
+
+    def _read(
+        self, state: DecodeState, slot: int, prompt: Sequence[int], index: int
+    ) -> DecodeState:
+        most = self.max_new_tokens
+        state = admit(self.plan, self.params, state, slot, prompt, index, most)
+        return jax.block_until_ready(state)
+
+    def _decode(self, state: DecodeState, rounds: int, seconds: dict[str, float]) -> DecodeState:
+        if self._profile:
+            return self._timed_round(state, seconds)
+        return advance(self.plan, self.params, state, rounds)
+
+    def _look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the host needs to see of all rows: known tokens, whether it is done, the tokens."""
+        rows = self.state.rows
+        length, done, tokens = jax.device_get((self.state.cache.length, rows.done, rows.tokens))
+        return length + 1, done, tokens
 
     def _timed_round(self, state: DecodeState, seconds: dict[str, float]) -> DecodeState:
         plan, params = self.plan, self.params
@@ -254,6 +284,6 @@ def decode_all(
     plan: Plan, params: Params, prompts: Sequence[Sequence[int]], **options
 ) -> tuple[list[Finished], Stream]:
     """Decodes prompts to the end: outcomes in the prompts' order, and the stream with its times and state."""
-    run = Stream(plan, params, prompts, **({"rounds": 1 << 30} | options))
+    run = Stream(plan, params, prompts, **({"rounds": MAX_ROUNDS} | options))
     done = [event.finished for event in run if event.finished]
     return sorted(done, key=lambda one: one.index), run

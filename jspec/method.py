@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.tree import Tree
 
+MAX_BUDGET = 512
 Params = Mapping[str, Any]  # {"target": ..., "head": ..., ...}: plain pytrees of arrays
 Memory = Any  # what outlives a request; None for a cold start
 
@@ -68,16 +70,40 @@ class Verdict(NamedTuple):
 
     tree: Tree  # the tree that was verified (after narrowing)
     path: Int[Array, "B P"]  # accepted node ids, root first; -1 beyond count
-    count: Int[
-        Array, " B"
-    ]  # accepted nodes, root included: rows to commit, tokens to emit (bonus included)
+    count: Int[Array, " B"]  # accepted nodes with the root, and tokens to emit with the bonus
     tokens: Int[Array, "B N"]  # the target's draw at each node
-    top_tokens: Int[
-        Array, "B N k"
-    ]  # the target's k best tokens at each node (undefined on padding)
+    top_tokens: Int[Array, "B N k"]  # the target's k best tokens at each live node
     top_logits: Float[Array, "B N k"]  # their raw logits, before temperature and filters
     taps: Float[Array, "B N T H"]  # tapped states of each node
     lookahead: Any = None
+
+
+def check_range(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Makes sure that an argument is a whole number from ``low`` to ``high``.
+
+    Raises:
+      ValueError: it is not; the argument is named.
+    """
+    wanted = f"{low} or above" if high is None else f"in {low}..{high}"
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a whole number, {wanted}, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def no_state(params: Params, batch: int, capacity: int, memory: Memory) -> MethodState:
+    """An ``init`` for a method that keeps nothing."""
+    return MethodState()
+
+
+def unchanged(params: Params, state: MethodState, *shown: Any) -> MethodState:
+    """An ``absorb`` or ``observe`` for a method that learns nothing from what it is shown."""
+    return state
+
+
+def no_memory(state: MethodState) -> Memory:
+    """A ``memory`` for a method from which nothing outlives a request."""
+    return None
 
 
 class Method(NamedTuple):
@@ -93,6 +119,8 @@ class Method(NamedTuple):
       chunks only where ``needs.top_k`` is above 0. A finished row has ``verdict.tree.size == 0`` and ``count == 0``.
     * ``memory(state) -> Memory``: what a later ``init`` may be given.
 
+    All but ``propose`` may be left out.
+
     ``propose`` returns trees of at most ``budget`` node slots and nodes no deeper than ``needs.depth``
     (``jspec.tree.check`` tells what else makes a tree). A factory should be a ``functools.cache``: a method is a static
     argument of the jitted steps, and a new object is compiled anew. ``keep_growing`` is for combinators; drafters that
@@ -103,9 +131,9 @@ class Method(NamedTuple):
 
     name: str
     budget: int
-    needs: Needs
-    init: Callable[[Params, int, int, Memory], MethodState]
-    absorb: Callable[..., MethodState]
     propose: Callable[..., tuple[Proposal, MethodState]]
-    observe: Callable[..., MethodState]
-    memory: Callable[[MethodState], Memory]
+    needs: Needs = Needs()
+    init: Callable[[Params, int, int, Memory], MethodState] = no_state
+    absorb: Callable[..., MethodState] = unchanged
+    observe: Callable[..., MethodState] = unchanged
+    memory: Callable[[MethodState], Memory] = no_memory

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import jsonargparse
+import yaml
 
 from jspec.benches import BENCHES, is_text
 from jspec.device import Accel
@@ -65,7 +66,7 @@ class Options:
     limit: Annotated[int | None, "only the first so many prompts"] = None
     baseline: Annotated[bool, "decode autoregressively too, and compare"] = True
     json: Annotated[str | None, "write the report there"] = None
-    tree: Annotated[bool, "draw the trees of the first rounds"] = False
+    tree: Annotated[bool, "draw the first trees drafted"] = False
     profile: Annotated[bool, "run and time the steps of a round one by one"] = False
 
     def __post_init__(self):
@@ -96,9 +97,24 @@ class Options:
             raise ValueError("--attention pallas is not there yet: use auto or xla")
 
 
-class _Parser(jsonargparse.ArgumentParser):
+class Parser(jsonargparse.ArgumentParser):
+    """A parser whose errors are ``ValueError``s of one line."""
+
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
-        raise ValueError(_one_line(message))
+        raise ValueError(one_line(message))
+
+
+_load_yaml = jsonargparse.get_loader("yaml")
+
+
+def _load(text: str) -> Any:
+    """YAML without aliases: the library does not come back from one that holds itself."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise yaml.YAMLError("a config file must not have aliases (*name)")
+    return _load_yaml(text)
+
+
+jsonargparse.set_loader("yaml", _load, (yaml.YAMLError,))
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -107,7 +123,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     Raises:
       ValueError: an unknown option or a value of another type; or what ``Options`` refuses.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jspec.run",
         description="Decodes prompts with tree-based speculative decoding.",
         allow_abbrev=False,
@@ -119,7 +135,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         chosen = parser.parse_args(argv)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         # jsonargparse trips over YAML of another shape than it expects
-        raise ValueError(_one_line(str(error))) from None
+        raise ValueError(one_line(str(error))) from None
     values = {}
     for field in dataclasses.fields(Options):
         value = chosen[field.name]
@@ -131,7 +147,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     return Options(**values)
 
 
-def _add(parser: _Parser, field: dataclasses.Field) -> None:
+def _add(parser: Parser, field: dataclasses.Field) -> None:
     kind, help = typing.get_args(field.type)
     keywords: dict[str, Any] = {"help": help, "default": field.default}
     if kind is bool:
@@ -163,7 +179,7 @@ _KINDS = {
 _NO_LIST = ("does not support item assignment", "is not iterable", "changed size during iteration")
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """jsonargparse's message, in one line and in the words of the command line."""
     line = " ".join(message.split())
     if any(says in line for says in _NO_LIST):

@@ -1,7 +1,7 @@
 """Reading prompts: all tokens but the last go through the target in bucketed chunks, into a slot of the state."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec.decode import write_rows
-from jspec.method import Params, Verdict
+from jspec.method import Params, Verdict, check_range
 from jspec.state import DecodeState, Plan, insert, new_state
 from jspec.tree import Tree
 from jspec.verification import run_rows
@@ -74,6 +74,19 @@ def chunks(count: int, capacity: int) -> list[int]:
     return out
 
 
+def in_chunks(
+    tokens: Int[np.ndarray, " n"], capacity: int
+) -> Iterator[tuple[Int[np.ndarray, "1 K"], Int[np.ndarray, " 1"]]]:
+    """A text as ``read_chunk`` takes it: padded chunks, and how many tokens of each are the text's."""
+    at = 0
+    for width in chunks(len(tokens), capacity):
+        part = tokens[at : at + width]
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : part.size] = part
+        yield padded, np.asarray([part.size], np.int32)
+        at += part.size
+
+
 def _room(plan: Plan, capacity: int) -> int:
     """Known tokens that a row can have."""
     return min(capacity, plan.config.max_positions)
@@ -87,8 +100,15 @@ def check_prompt(
     Raises:
       ValueError: an empty prompt, a token outside the vocabulary, no room for a new token, or none wanted.
     """
-    ids = np.asarray(prompt, np.int64).reshape(-1)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # rows of different lengths
+        ids = np.zeros((0, 0))
     vocab, room = plan.config.vocab_size, _room(plan, capacity)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError("prompt must be a sequence of token ids, whole numbers")
+    if capacity < 1:
+        raise ValueError(f"capacity must be 1 or above, got {capacity}")
     if not ids.size:
         raise ValueError("prompt must have at least one token")
     if ids.min() < 0 or ids.max() >= vocab:
@@ -97,8 +117,7 @@ def check_prompt(
         raise ValueError(
             f"prompt of {ids.size} tokens is longer than the context allows, {room - 1}"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be 1 or above, got {max_new_tokens}")
+    check_range("max_new_tokens", max_new_tokens, 1)
     return ids.astype(np.int32)
 
 
@@ -130,13 +149,8 @@ def admit(
         raise ValueError(f"slot must be in 0..{state.rows.done.shape[0] - 1}, got {slot}")
     ids = check_prompt(plan, prompt, capacity, max_new_tokens)
     one = _fresh(plan, params, state)
-    at = 0
-    for width in chunks(ids.size - 1, capacity):
-        part = ids[at : min(at + width, ids.size - 1)]
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : part.size] = part
-        one = _read_chunk(plan, params, one, padded, np.asarray([part.size], np.int32))
-        at += part.size
+    for chunk, count in in_chunks(ids[:-1], capacity):
+        one = _read_chunk(plan, params, one, chunk, count)
     known = np.zeros((1, capacity + 1), np.int32)
     known[0, : ids.size] = ids
     rows = dataclasses.replace(

@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jspec.decode import absorb, emit, judge, observe, propose
+from jspec.decode import absorb, emit, judge, propose
 from jspec.driver import Finished, Stream, outcome
-from jspec.method import Memory, Needs, Params
+from jspec.method import Memory, Needs, Params, unchanged
 from jspec.methods.ar import ar
-from jspec.prefill import chunks, read_chunk
+from jspec.prefill import CHUNKS, check_prompt, chunks, in_chunks, read_chunk
 from jspec.state import DecodeState, KVCache, Plan, capacity_for, new_state
 from jspec.tree import Tree
 from jspec.verification import Verified
@@ -113,14 +113,10 @@ def text_taps(
     plan = dataclasses.replace(plan, method=keep)
     capacity = capacity_for(plan, len(text))
     state = new_state(plan, params, 1, capacity, jax.random.key(0))
-    out, at = [], 0
-    for width in chunks(len(text) - 1, capacity):
-        part = text[at : min(at + width, len(text) - 1)]
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : part.size] = part
-        state = _read(plan, params, state, padded, np.asarray([part.size], np.int32))
-        out.append(np.asarray(state.method.rows[0, : part.size]))
-        at += part.size
+    out = []
+    for chunk, count in in_chunks(text[:-1], capacity):
+        state = _read(plan, params, state, chunk, count)
+        out.append(np.asarray(state.method.rows[0, : count[0]]))
     empty = np.zeros((0, len(taps), plan.config.hidden_size), np.float32)
     return np.concatenate([empty, *out])
 
@@ -157,10 +153,11 @@ def replay(
       Outcomes in order, as ``decode_all`` gives them; they all have the recorded text.
 
     Raises:
-      ValueError: the method learns from rejected nodes or needs the target's lookahead; or a recording is too short.
+      ValueError: the method observes verdicts or needs the target's lookahead; a recording is too short; or, as for
+        decoding, a prompt that ``check_prompt`` refuses.
     """
     needs = plan.method.needs
-    if needs.top_k or needs.lookahead:
+    if needs.top_k or needs.lookahead or plan.method.observe is not unchanged:
         raise ValueError(
             f"method {plan.method.name!r} learns from what the target says of rejected nodes: measure it by decoding"
         )
@@ -176,6 +173,8 @@ def replay(
             )
     longest = max((one.start for one in recordings), default=1)
     capacity = capacity or capacity_for(plan, longest + max_new_tokens)
+    for one in recordings:
+        check_prompt(plan, one.tokens[: one.start].tolist(), capacity, max_new_tokens)
     return [
         _replay(plan, params, one, max_new_tokens, memory, stops, capacity) for one in recordings
     ]
@@ -183,7 +182,8 @@ def replay(
 
 def _replay(plan, params, one, max_new_tokens, memory, stops, capacity):
     room = min(capacity, plan.config.max_positions)
-    text = np.zeros((1, capacity + plan.path + 1), np.int32)
+    # Room for padded chunks too: a slice that began later than asked would give other tokens.
+    text = np.zeros((1, capacity + max(plan.path + 1, CHUNKS[-1])), np.int32)
     taps = np.zeros((1, text.shape[1], *one.taps.shape[1:]), one.taps.dtype)
     used = min(text.shape[1], one.tokens.size)
     text[0, :used], taps[0, : used - 1] = one.tokens[:used], one.taps[: used - 1]
@@ -236,8 +236,7 @@ def _rounds(plan: Plan, params: Params, state: DecodeState, text, taps) -> Decod
         verdict = judge(plan, tree, _read_off(state, tree, text, taps))
         rows, kept = emit(state.rows, state.cache.length, verdict, state.stops)
         state = _lengthen(dataclasses.replace(state, rows=rows), kept)
-        state = absorb(plan, params, state, verdict, kept)
-        return observe(plan, params, state, verdict)
+        return absorb(plan, params, state, verdict, kept)
 
     return lax.while_loop(lambda s: ~s.rows.done.all(), one, state)
 

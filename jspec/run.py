@@ -19,7 +19,7 @@ from jspec.comparison import Comparison
 from jspec.decode import decode_round
 from jspec.device import default_dtype, keep_compilations, pick_accelerator
 from jspec.driver import Event
-from jspec.method import Method
+from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
 from jspec.models.load import Target, load_target
 from jspec.options import Options, parse
@@ -34,11 +34,11 @@ from jspec.report import (
     write_json,
 )
 from jspec.sampling import Sampling
-from jspec.state import MAX_BUDGET, Plan, capacity_for, new_state
+from jspec.state import Plan, capacity_for, new_state
 from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target_stops
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-DRAWN_ROUNDS = 3  # of --tree
+DRAWN_ROUNDS = 3  # of --tree: those in which something was drafted
 HEAD_BUDGET = 8
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
@@ -87,7 +87,7 @@ class Job(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 2 for an error of the user's or a full disk, 130 when interrupted."""
+    """The command; returns the exit status: 0, 2 for a user's error or a full disk or memory, 130 for Ctrl-C."""
     try:
         try:
             job = prepare(parse(argv))
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(error)
         try:
             decode(job, Console(width=None if sys.stdout.isatty() else 120))
-        except OSError as error:
+        except (OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
             return _fail(error)
     except KeyboardInterrupt:
         return 130
@@ -145,8 +145,7 @@ def find_method(options: Options) -> Factory:
     if not factory.headed and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
     budget = factory.budget if options.budget is None else options.budget
-    if not 1 <= budget <= MAX_BUDGET:
-        raise ValueError(f"--budget must be in 1..{MAX_BUDGET}, got {budget}")
+    check_range("--budget", budget, 1, MAX_BUDGET)
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - factory.names.keys():
@@ -175,6 +174,8 @@ def read_all(options: Options) -> list[Prompt]:
 def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("compiling, or reading what an earlier start compiled", file=sys.stderr)
     if options.tree:
         draw_rounds(job, console)
     run = Comparison(
@@ -237,11 +238,15 @@ def draw_rounds(job: Job, console: Console) -> None:
     def word(token):
         return job.target.tokenizer.decode([token], skip_special=False)
 
-    console.print(Text(f"the first rounds of prompt {job.prompts[0].id!r}", "bold"))
-    for _ in range(DRAWN_ROUNDS):
-        if state.rows.done[0]:
-            break
+    console.print(Text(f"the first drafts for prompt {job.prompts[0].id!r}", "bold"))
+    drawn = number = 0
+    while drawn < DRAWN_ROUNDS and not state.rows.done[0]:
         state, verdict = _round(plan, job.params, state)
+        number += 1
+        if verdict.tree.size[0] == 1 and plan.method.budget > 1:
+            continue  # nothing was drafted
+        drawn += 1
+        console.print(Text(f"round {number}", "dim"))
         console.out(draw_text(verdict.tree, 0, word, verdict.path[0]), highlight=False)
         bonus = verdict.tokens[0, verdict.path[0, verdict.count[0] - 1]]
         console.out(f"then {word(int(bonus))!r}\n", highlight=False)
@@ -271,6 +276,11 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "min_p": options.min_p,
         "seed": options.seed,
         "batch": options.batch,
+        "depth": job.plan.method.needs.depth,
+        "max_new_tokens": options.max_new_tokens,
+        "stop": list(options.stop),
+        "prompts": options.bench or options.prompts or ("given" if options.prompt else "built-in"),
+        "profile": options.profile,
         "results": [
             summarize_prompt(
                 prompt.id,
@@ -286,5 +296,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if sys.stdout is None:
+        sys.exit(_fail(OSError("standard output is closed")))
     sys.stdout.reconfigure(errors="replace")  # answers hold characters that a terminal may lack
     sys.exit(main())

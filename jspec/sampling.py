@@ -71,12 +71,16 @@ def top_k(logits: Float[Array, "V M"], k: int) -> tuple[Float[Array, "M k"], Int
         logits = jnp.pad(logits, ((0, -vocab % _BLOCK), (0, 0)), constant_values=-jnp.inf)
     blocks = logits.reshape(-1, _BLOCK, rows)
     if k >= blocks.shape[0]:
-        return tuple(x[:, :k] for x in jax.lax.top_k(logits.T, k))
+        values, tokens = jax.lax.top_k(logits.T, k)
+        return values, jnp.minimum(tokens, vocab - 1)
     _, best = jax.lax.top_k(blocks.max(axis=1).T, k)  # [M, k]
     best = jnp.sort(best, axis=1)  # in index order, so that ties go to the lower index
     inside = blocks[best[:, :, None], jnp.arange(_BLOCK), jnp.arange(rows)[:, None, None]]
     values, at = jax.lax.top_k(inside.reshape(rows, k * _BLOCK), k)
-    return values, jnp.take_along_axis(best, at // _BLOCK, axis=1) * _BLOCK + at % _BLOCK
+    tokens = jnp.take_along_axis(best, at // _BLOCK, axis=1) * _BLOCK + at % _BLOCK
+    return values, jnp.minimum(
+        tokens, vocab - 1
+    )  # NaNs, of a damaged model, may sort below the padding
 
 
 def _top_p_cut(probs: Float[Array, "V M"], top_p: float) -> Float[Array, " M"]:

@@ -14,12 +14,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.attention import Implementation
-from jspec.method import Memory, Method, MethodState, Params
+from jspec.method import MAX_BUDGET, Memory, Method, MethodState, Params, check_range
 from jspec.models.config import ModelConfig
 from jspec.sampling import Sampling
 from jspec.tree import SOURCES
 
-MAX_BUDGET = 512
 CAPACITIES = tuple(256 << i for i in range(10))  # cache rows: 256 .. 131072
 RANKS = 8  # accepted nodes are counted by their rank among siblings, up to this one
 
@@ -44,12 +43,11 @@ class Plan:
     config: ModelConfig
     method: Method
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    buckets: tuple[int, ...] = tuple(1 << i for i in range(10))
+    buckets: tuple[int, ...] = tuple(1 << i for i in range(20))
     attention: Implementation | None = None
 
     def __post_init__(self):
-        if not 1 <= self.method.budget <= MAX_BUDGET:
-            raise ValueError(f"budget must be in 1..{MAX_BUDGET}, got {self.method.budget}")
+        check_range("budget", self.method.budget, 1, MAX_BUDGET)
         if any(a >= b for a, b in itertools.pairwise((0, *self.buckets))):
             raise ValueError(f"buckets must ascend from 1 or above, got {self.buckets}")
         needs, vocab, layers = self.method.needs, self.config.vocab_size, self.config.num_layers
@@ -117,6 +115,7 @@ class DecodeState:
     stops: Int[Array, "states V"]  # next state by state and token; ``states`` itself means stop
     histogram: Int[Array, " buckets"]  # rounds by row bucket
     draft_passes: Int[Array, ""]
+    least_rows: Int[Array, ""]  # of a verify forward: 0, but to run or time a larger bucket
 
     @property
     def capacity(self) -> int:
@@ -166,10 +165,15 @@ def new_state(
       key: ``jax.random.key(seed)``.
       stops: see ``jspec.stopping.stop_table``; default: the target's EOS ids.
       memory: what the method kept from earlier requests.
+
+    Raises:
+      ValueError: ``stops`` of another vocabulary.
     """
     config = plan.config
     if stops is None:
         stops = np.isin(np.arange(config.vocab_size), config.eos_ids).astype(np.int32)[None]
+    if stops.ndim != 2 or stops.shape[1] != config.vocab_size:
+        raise ValueError(f"stops must be [states, {config.vocab_size}], got {list(stops.shape)}")
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     dtype = params["target"]["embed"].dtype
 
@@ -203,6 +207,7 @@ def new_state(
         stops=jnp.array(stops, jnp.int32),
         histogram=jnp.zeros((len(plan.row_buckets(batch)),), jnp.int32),
         draft_passes=jnp.zeros((), jnp.int32),
+        least_rows=jnp.zeros((), jnp.int32),
     )
 
 

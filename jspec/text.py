@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jspec.attention import Implementation
-from jspec.benches import Prompt, user_turn
+from jspec.benches import Prompt, is_message, is_text, user_turn
 from jspec.driver import Finished, decode_all
 from jspec.method import Memory, Method
 from jspec.methods import prompt_lookup
@@ -78,11 +78,13 @@ def generate_text(
       The answers in the prompts' order.
 
     Raises:
-      ValueError: an argument out of range, or a prompt that does not fit the target's context.
+      ValueError: an argument out of range, what is no prompt, or one that does not fit the target's context.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     plan = Plan(target.config, method or default_method(), sampling, attention=attention)
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(map(is_text, stop)):
+        raise ValueError(f"stop must be texts, got {stop!r}")
     asked = _as_prompts(prompts)
     done, _ = decode_all(
         plan,
@@ -99,15 +101,24 @@ def generate_text(
 
 def _as_prompts(prompts) -> list[Prompt]:
     """A list of prompts, whichever way they were given."""
-    single = isinstance(prompts, str | Prompt) or (prompts and isinstance(prompts[0], dict))
-    out = []
-    for number, prompt in enumerate([prompts] if single else prompts, 1):
-        if isinstance(prompt, str):
-            prompt = user_turn(str(number), prompt)
-        elif not isinstance(prompt, Prompt):
-            prompt = Prompt(str(number), messages=tuple(prompt))
-        out.append(prompt)
-    return out
+    single = isinstance(prompts, str | Prompt | dict)
+    if single or (prompts and all(isinstance(one, dict) for one in prompts)):
+        prompts = [prompts]
+    return [_as_prompt(prompt, str(number)) for number, prompt in enumerate(prompts, 1)]
+
+
+def _as_prompt(prompt, id: str) -> Prompt:
+    if isinstance(prompt, Prompt) and (prompt.text is None or is_text(prompt.text)):
+        return prompt
+    if is_text(prompt):
+        return user_turn(id, prompt)
+    messages = (prompt,) if isinstance(prompt, dict) else prompt
+    if isinstance(messages, list | tuple) and messages and all(map(is_message, messages)):
+        return Prompt(id, messages=tuple(messages))
+    raise ValueError(
+        f"prompts: {prompt!r} is no text, no Prompt and no list of "
+        '{"role": text, "content": text}'
+    )
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:

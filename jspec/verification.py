@@ -22,9 +22,8 @@ class Verified(NamedTuple):
     top_tokens: Int[Array, "B N k"]
     top_logits: Float[Array, "B N k"]  # raw
     taps: Float[Array, "B N T H"]
-    keys: tuple[
-        Float[Array, "B N kh hd"], ...
-    ]  # the nodes' own rows, one array a layer: not in the cache yet
+    # the nodes' own rows, one array a layer: not in the cache yet
+    keys: tuple[Float[Array, "B N kh hd"], ...]
     values: tuple[Float[Array, "B N kh hd"], ...]
 
 
@@ -129,9 +128,10 @@ def verify(plan: Plan, params: Params, state: DecodeState, tree: Tree) -> Verifi
     """
     buckets = plan.row_buckets(tree.batch)
     branches = [lambda rows=rows: run_rows(plan, params, state, tree, rows) for rows in buckets]
-    return jax.lax.switch(row_bucket(plan, tree), branches)
+    return jax.lax.switch(row_bucket(plan, state, tree), branches)
 
 
-def row_bucket(plan: Plan, tree: Tree) -> Int[Array, ""]:
+def row_bucket(plan: Plan, state: DecodeState, tree: Tree) -> Int[Array, ""]:
     """Index of the bucket that ``verify`` runs a batch of trees in."""
-    return jnp.searchsorted(jnp.asarray(plan.row_buckets(tree.batch)), tree.size.sum())
+    rows = jnp.maximum(tree.size.sum(), state.least_rows)
+    return jnp.searchsorted(jnp.asarray(plan.row_buckets(tree.batch)), rows)

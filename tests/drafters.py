@@ -28,16 +28,7 @@ def echo(budget, depth):
         scores = -jnp.ones((roots.shape[0], 1, depth)) * (1 + jnp.arange(depth))
         return Proposal(from_paths(roots, path[:, None], lengths, scores, 0, budget)), state
 
-    return Method(
-        "echo",
-        budget,
-        Needs(depth=depth),
-        _start,
-        _count,
-        propose,
-        lambda params, state, verdict: state,
-        lambda state: None,
-    )
+    return Method("echo", budget, propose, Needs(depth=depth), _start, _count)
 
 
 @functools.cache
@@ -56,13 +47,5 @@ def noise(budget, depth, vocab, taps=(), top_k=0):
         scores = jnp.broadcast_to(-1.0 - jnp.arange(depth), (batch, paths, depth))
         return Proposal(from_paths(roots, tokens, lengths, scores, 0, budget)), state
 
-    return Method(
-        "noise",
-        budget,
-        Needs(depth=depth, taps=taps, top_k=top_k),
-        _start,
-        _count,
-        propose,
-        lambda params, state, verdict: state,
-        lambda state: None,
-    )
+    needs = Needs(depth=depth, taps=taps, top_k=top_k)
+    return Method("noise", budget, propose, needs, _start, _count)

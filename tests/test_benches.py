@@ -112,6 +112,12 @@ def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "blank").write_text("\n\n")
     with pytest.raises(ValueError, match="has no prompts"):
         read_prompts(tmp_path / "blank")
-    (tmp_path / "latin").write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="cannot read prompts"):
+    (tmp_path / "latin").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match=r"latin, line 2: .*utf-8"):
         read_prompts(tmp_path / "latin")
+
+
+def test_marks_and_line_ends_of_other_systems(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"id": null, "prompt": "b"}\r\n')
+    assert [prompt.id for prompt in read_prompts(path)] == ["1", "2"]

@@ -259,6 +259,28 @@ def test_replay_refuses_methods_that_learn_from_rejected_nodes(tiny):
     with pytest.raises(ValueError, match="measure it by decoding"):
         replay(Plan(config, token_recycling(8)), params, [], max_new_tokens=5)
 
+    seeing = ar()._replace(observe=lambda params, state, verdict: state)
+    with pytest.raises(ValueError, match="measure it by decoding"):
+        replay(Plan(config, seeing), params, [], max_new_tokens=5)
+
+
+def test_replay_where_the_chunks_of_a_prompt_are_wider_than_the_cache(tiny):
+    config, params = tiny
+    config = dataclasses.replace(config, max_positions=180)
+    plan = Plan(config, prompt_lookup(4), buckets=(1, 4))
+    prompt = np.random.default_rng(3).integers(0, 9, 163).tolist()  # read as 128 and 64
+    recordings = record(plan, params, [prompt], max_new_tokens=20)
+    [played] = replay(plan, params, recordings, max_new_tokens=20)
+    [real], _ = decode_all(plan, params, [prompt], max_new_tokens=20)
+    assert dataclasses.replace(played, seconds=0.0) == dataclasses.replace(real, seconds=0.0)
+    for options, says in (
+        ({"capacity": -1}, "capacity"),
+        ({"capacity": 40}, "longer than the context"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or above"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            replay(plan, params, recordings, **({"max_new_tokens": 20} | options))
+
 
 def test_taps_are_absorbed_in_order(tiny, story):
     """Every known token reaches the method once, with the taps of a plain forward."""
@@ -287,10 +309,10 @@ def test_taps_are_absorbed_in_order(tiny, story):
     plan = dataclasses.replace(plan, method=inner._replace(needs=needs, absorb=absorb))
     run(plan, params, prompt, max_new_tokens=40)
     jax.effects_barrier()
-    got = np.concatenate([t for t, _ in seen])
-    np.testing.assert_array_equal(got, text[: len(got)])
-    assert len(got) == len(prompt) + 40 - 1
-    np.testing.assert_allclose(np.concatenate([x for _, x in seen]), want[: len(got)], atol=1e-4)
+    count = len(prompt) + 40 - 1  # what was seen before that was the warm-up
+    got, taps = (np.concatenate(part)[-count:] for part in zip(*seen, strict=True))
+    np.testing.assert_array_equal(got, text[:count])
+    np.testing.assert_allclose(taps, want[:count], atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -359,8 +381,17 @@ def test_other_refusals(tiny):
     list(once)
     with pytest.raises(RuntimeError, match="once"):
         list(once)
-    with pytest.raises(ValueError, match="batch must be 1 or above"):
-        Stream(Plan(config, ar()), params, [[1]], max_new_tokens=5, batch=0)
+    for options, says in (
+        ({"batch": 0}, "batch must be 1 or above"),
+        ({"rounds": 1 << 40}, "rounds must be in"),
+        ({"seed": -1}, "seed must be in"),
+        ({"first_index": 1 << 31}, "first_index must be in"),
+        ({"stops": np.zeros((1, 5), np.int32)}, r"stops must be \[states, 61\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Stream(Plan(config, ar()), params, [[1]], **({"max_new_tokens": 5} | options))
+    with pytest.raises(ValueError, match="prompt must be a sequence of token ids"):
+        Stream(Plan(config, ar()), params, [[1 << 70]], max_new_tokens=5)
     with pytest.raises(ValueError, match=r"budget must be in 1\.\.512"):
         Plan(config, ar()._replace(budget=513))
 

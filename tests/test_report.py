@@ -58,8 +58,9 @@ def test_metrics_of_nothing_are_zero():
     [
         (None, True, True, None),
         (None, False, None, None),
-        (Difference(4, 0.25), True, False, {"position": 4, "gap": 0.25}),
-        (Difference(4, float("inf")), True, False, {"position": 4, "gap": None}),
+        (Difference(4, 0.25), True, False, {"position": 4, "gap": 0.25, "excused": False}),
+        (Difference(4, 1e-4), True, False, {"position": 4, "gap": 1e-4, "excused": True}),
+        (Difference(4, float("inf")), True, False, {"position": 4, "gap": None, "excused": False}),
     ],
 )
 def test_a_prompts_result(difference, compared, same, where):
@@ -153,6 +154,7 @@ def small_report(**summary):
             "ar_tokens_per_second": 20.0,
             "speedup": 1.5,
             "identical_to_ar": "1/2",
+            "excused": 1,
             "compile_seconds": 2.0,
             "prefill_seconds": 0.5,
             "step_seconds": None,
@@ -180,15 +182,15 @@ def test_the_tables_say_what_the_report_says():
         "0.50 0.25",
         "5 of 1, 3 of 4",
         "30.0 tokens/s, 1.50x autoregressive decoding (20.0 tokens/s)",
-        "1/2",
-        "compile 2.0 s, prefill 0.5 s",
+        "1/2 (1 more but for near-ties)",
+        "compile and warm up 2.0 s, prefill 0.5 s",
     ):
         assert part in text, part
     assert "steps of a round" not in text
 
 
 def test_the_tables_without_a_baseline_and_with_steps():
-    none = dict.fromkeys(("ar_tokens_per_second", "speedup", "identical_to_ar"))
+    none = dict.fromkeys(("ar_tokens_per_second", "speedup", "identical_to_ar", "excused"))
     steps = {"propose": 1.0, "verify": 2.0, "accept_commit": 0.5, "absorb_observe": 0.5}
     text = printed(small_report(**none, step_seconds=steps))
     assert "autoregressive" not in text and "identical" not in text

@@ -263,6 +263,14 @@ def test_a_draw_is_the_same_alone_and_in_a_batch():
     np.testing.assert_array_equal(draw(sampling, logits, noise), alone)
 
 
+@pytest.mark.parametrize("vocab", [61, 300, 70_000])
+def test_what_is_drawn_of_nans_is_in_the_vocabulary(vocab):
+    for nan in (np.nan, -np.nan):
+        logits = np.full((vocab, 3), nan, np.float32)
+        assert (draw(Sampling(), logits, None) < vocab).all()
+        assert (top_k(logits, 5)[1] < vocab).all()
+
+
 @pytest.mark.parametrize("vocab", [3, 61, 5000])
 def test_greedy_takes_the_first_of_the_largest(vocab):
     logits = awkward_columns(np.random.default_rng(vocab), vocab)

@@ -175,7 +175,21 @@ def test_wrong_arguments(target):
     refused("strings must not have an empty one", stop="")
     refused("prompt '2' has 200 tokens, .* at most 199", prompt=["A", "A" * 195])
     refused("prompt 'b' .* has 300 tokens", jspec.Prompt("b", text="A" * 300, where="f, line 2"))
+    refused("seed must be in 0", seed=-1)
+    refused("seed must be in 0", seed=1 << 32)
+    refused("prompts: .* is no text", prompt=["A", {"role": "user"}])
+    refused("prompts: .* is no text", prompt=["\ud800"])
     jspec.generate_text(target, ["A" * 190], max_new_tokens=1)
+
+
+def test_messages_alone_and_in_company(target):
+    turn = {"role": "user", "content": "HI"}
+    same = jspec.generate_text(target, "HI", max_new_tokens=4)[0].text
+    for prompts in ([turn], [[turn]], ["HI"], ("HI",)):
+        (one,) = jspec.generate_text(target, prompts, max_new_tokens=4)
+        assert one.text == same
+    both = jspec.generate_text(target, ["HI", turn], max_new_tokens=4)
+    assert [one.text for one in both] == [same, same]
 
 
 def test_a_typist_gives_out_settled_text_once(target):

@@ -200,20 +200,25 @@ def test_trees_narrower_than_the_budget(tiny_model, batch):
 
 
 def test_the_smallest_bucket_that_holds_the_live_rows(tiny_model):
-    config, _ = tiny_model()
+    config, params = tiny_model()
     for budget, batch, buckets, want in [
         (16, 1, (1, 2, 4, 8, 32), (1, 2, 4, 8, 16)),
         (12, 1, (1, 2, 4, 8, 16), (1, 2, 4, 8, 12)),
         (12, 3, (4, 36, 64), (4, 36)),
         (1, 1, (1, 2), (1,)),
         (8, 2, (), (16,)),
+        (300, 5, None, (*(1 << i for i in range(11)), 1500)),
     ]:
-        plan = Plan(config, noise(budget, 4, 61), buckets=buckets)
+        options = {} if buckets is None else {"buckets": buckets}
+        plan = Plan(config, noise(budget, 4, 61), **options)
         assert plan.row_buckets(batch) == want
+        state = new_state(plan, {"target": params}, batch, 8, jax.random.key(0))
         rng = np.random.default_rng(0)
         for _ in range(20):
             size = rng.integers(0, budget + 1, batch) * (rng.random(batch) < 0.5)
             tree = root_only(jnp.zeros(batch, jnp.int32), budget)
             tree = dataclasses.replace(tree, size=jnp.asarray(size, jnp.int32))
-            rows = want[row_bucket(plan, tree)]
-            assert rows == min(b for b in want if b >= size.sum())  # finished rows cost nothing
+            for least in (0, min(3, want[-1]), want[-1]):
+                rows = want[row_bucket(plan, dataclasses.replace(state, least_rows=least), tree)]
+                # finished rows cost nothing
+                assert rows == min(b for b in want if b >= max(size.sum(), least))

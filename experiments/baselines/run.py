@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from jspec.benches import load_bench, user_turn
+from jspec.benches import Prompt, load_bench, user_turn
 from jspec.device import device_name
 from jspec.driver import decode_all
 from jspec.methods import ar, prompt_lookup, token_recycling
@@ -34,25 +34,42 @@ BUDGETS = (4, 8, 16, 32, 64)
 SPEED_BUDGETS = (4, 16, 64)
 NEW = 128  # new tokens, by replay
 DECODED = 64  # new tokens, by decoding
-PASSAGE = (
+PASSAGES = (
     "def area(shapes):\n    total = 0\n    for shape in shapes:\n        if shape.kind == 'circle':\n"
     "            total += 3.14159 * shape.radius * shape.radius\n        elif shape.kind == 'square':\n"
     "            total += shape.side * shape.side\n        elif shape.kind == 'rectangle':\n"
-    "            total += shape.width * shape.height\n    return total\n"
+    "            total += shape.width * shape.height\n    return total\n",
+    "The lighthouse keeper climbed the stairs at dusk, lit the lamp, wrote the weather in his book and waited for "
+    "the boats to come home. When the last one had passed the rocks he ate his supper, read a letter from his "
+    "sister and went to bed.\n\n",
+    "2024-03-01 08:00:00 INFO  server: started on port 8080\n"
+    "2024-03-01 08:00:02 INFO  db: connected to replica-2\n"
+    "2024-03-01 08:00:05 WARN  cache: miss ratio 0.31 above limit\n"
+    "2024-03-01 08:00:09 INFO  server: GET /health 200\n",
+    "- Flour: 500 g\n- Butter: 250 g\n- Sugar: 125 g\n- Eggs: 3\n- Vanilla: 1 teaspoon\n- Salt: a pinch\n"
+    "- Milk: 2 tablespoons\n\n",
+    "SELECT customer.name, SUM(orders.total) AS spent\nFROM customer JOIN orders ON orders.customer_id = customer.id\n"
+    "WHERE orders.placed >= '2024-01-01'\nGROUP BY customer.name\nORDER BY spent DESC;\n\n",
 )
-COPYING = (  # text that repeats itself: the answer is mostly in the prompt
-    f"Repeat this code exactly, changing nothing:\n\n{PASSAGE}",
-    f"Rename the function to total_area and print all of the code again:\n\n{PASSAGE}",
-    f"Add a one-line docstring to this function and print all of the code:\n\n{PASSAGE}",
+REQUESTS = (  # most of an answer stands in the prompt, if the target does what it is asked
+    f"Repeat this code exactly, changing nothing:\n\n{PASSAGES[0]}",
+    f"Rename the function to total_area and print all of the code again:\n\n{PASSAGES[0]}",
+    f"Add a one-line docstring to this function and print all of the code:\n\n{PASSAGES[0]}",
     "Count from 1 to 60, one number on each line.",
     "Write the sentence 'All work and no play makes Jack a dull boy.' ten times.",
 )
+SETS = {
+    # Text that repeats itself: a passage twice and the beginning of a third time, to be continued.
+    "repetitive": [
+        Prompt(f"repetitive/{i}", text=(3 * text)[: len(text) * 23 // 10])
+        for i, text in enumerate(PASSAGES)
+    ],
+    "requests": [user_turn(f"requests/{i}", text) for i, text in enumerate(REQUESTS)],
+}
 
 
 def bench(name, count):
-    if name == "repetitive":
-        return [user_turn(f"repetitive/{i}", text) for i, text in enumerate(COPYING[:count])]
-    return load_bench(name, count)
+    return SETS[name][:count] if name in SETS else load_bench(name, count)
 
 
 class Log:
@@ -94,7 +111,10 @@ def acceptance(target, log):
     # A cold table is a row's own, so a batch changes nothing; a kept one is shared by the rows.
     for scope, title, batch in (("prompt", "cold", 10), ("kept", "kept", 2)):
         for budget in BUDGETS:
-            plan = Plan(target.config, token_recycling(budget, scope=scope))
+            # Few buckets: a batch is full most of the time, and each bucket takes long to compile.
+            buckets = tuple(sorted({budget, max(1, batch * budget // 4)}))
+            drafter = token_recycling(budget, scope=scope)
+            plan = Plan(target.config, drafter, buckets=buckets)
             for name in BENCHES:
                 method = f"token_recycling {title}"
                 keys = {"part": "acceptance", "method": method, "bench": name, "budget": budget}
@@ -118,7 +138,7 @@ def speed(target, log):
     cells = [(name, budget) for name in makers for budget in SPEED_BUDGETS]
     plans = {("ar", 1): Plan(target.config, ar())}
     plans |= {cell: Plan(target.config, makers[cell[0]](cell[1])) for cell in cells}
-    for name in ("repetitive", *BENCHES):
+    for name in (*SETS, *BENCHES):
         for number, prompt in enumerate(bench(name, 5)):
             ids = prompt.encode(target.tokenizer)
             if log.has(part="speed", bench=name, prompt=number):
@@ -147,7 +167,7 @@ def report(log):
     lines = [
         "# Training-free drafters on SmolLM2-135M-Instruct",
         "",
-        f"fp32, greedy, {device_name()}. Made by `python -m experiments.baselines.run`.",
+        f"Q4_1 weights, computed with in fp32; greedy, {device_name()}. Made by `python -m experiments.baselines.run`.",
         "",
         "## Acceptance length",
         "",
@@ -181,20 +201,22 @@ def report(log):
         "Seconds a token of `ar` over the method's: below 1 the method loses time, since verifying 64 rows costs",
         f"about four single steps on this machine. Batch 1, {DECODED} new tokens, decoding only; medians over 5",
         "prompts (lowest and highest in brackets), ar and the methods alternating prompt by prompt in one process.",
-        "Every text equals ar's.",
+        "Every text equals ar's. `repetitive`: five raw texts, each a passage twice and the beginning of a third time.",
+        "`requests`: five requests to copy, edit or count, of which this target does few, so that its answers repeat",
+        "less than one would think.",
         "",
     ]
     table = []
     for cell in names:
         row = [cell]
-        for name in (*BENCHES, "repetitive"):
+        for name in (*BENCHES, *SETS):
             ratios = [r["ar 1"] / r[cell] for r in fast if r["bench"] == name]
             spread = ratios and f"[{min(ratios):.2f}, {max(ratios):.2f}]"
             if 0 < len(ratios) < 5:
                 spread += f" of {len(ratios)} so far"
             row.append(f"{statistics.median(ratios):.2f} {spread}" if ratios else "not run yet")
         table.append(row)
-    lines.append(markdown_table(["method, budget", *BENCHES, "repetitive"], table))
+    lines.append(markdown_table(["method, budget", *BENCHES, *SETS], table))
     lines += ["![Acceptance length against budget](acceptance.svg)", ""]
     (HERE / "README.md").write_text("\n".join(lines))
 

@@ -129,7 +129,7 @@ def main():
     lines = [
         "# The cost of a step and of a round",
         "",
-        f"SmolLM2-135M-Instruct, fp32, {device_name()}. Made by `python -m experiments.steps.run`.",
+        f"SmolLM2-135M-Instruct (Q4_1 weights), fp32, {device_name()}. Made by `python -m experiments.steps.run`.",
         "",
         f"Transformers (torch, 2 threads): {base:.1f} ms for one token over the same {CONTEXT} cached ones. Ours: a",
         f"verify forward of N rows, draw included, over a cache of 256 rows; medians of {3 * REPEATS} and",

@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_LOWEST = (
-    -1e30
-)  # a finite floor under the running maximum, so that rows that see nothing give zeros and not NaN
+# A finite floor under the running maximum, so that rows that see nothing give zeros and not NaN.
+_LOWEST = -1e30
 
 
 def xla_tree_attention(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import draft_table, empty_cache, read_context
-from jspec.method import Method, MethodState, Needs, Proposal
+from jspec.method import MAX_BUDGET, Method, MethodState, Needs, Proposal, check_range
 from jspec.methods.ar import ar
 from jspec.tree import Tree
 
@@ -32,9 +32,9 @@ def one_pass(
       ValueError: an argument below 1, or a depth beyond the head's block.
     """
     depth = head_config.depth if depth is None else depth
-    for argument, value in {"budget": budget, "depth": depth, "width": width}.items():
-        if value < 1:
-            raise ValueError(f"{argument} must be at least 1, got {value}")
+    check_range("budget", budget, 1, MAX_BUDGET)
+    check_range("depth", depth, 1)
+    check_range("width", width, 1)
     if depth > head_config.depth:
         raise ValueError(
             f"depth must be at most {head_config.depth}, as far as the head drafts, got {depth}"
@@ -63,11 +63,5 @@ def _one_pass(name, build, head_config, budget, depth, width):
         )
         return Proposal(build(*table, roots, budget), passes=1), state
 
-    def observe(params, state, verdict):
-        return state
-
-    def memory(state):
-        return None
-
     needs = Needs(depth=depth, taps=head_config.taps)
-    return Method(name, budget, needs, init, absorb, propose, observe, memory)
+    return Method(name, budget, propose, needs, init, absorb)

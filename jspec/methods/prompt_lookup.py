@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jspec.method import Method, MethodState, Needs, Proposal
+from jspec.method import MAX_BUDGET, Method, MethodState, Needs, Proposal, check_range
 from jspec.tree import RETRIEVED, from_paths, root_only
 
 # The prior was read off replays of SmolLM2-135M-Instruct on the four benches: after n agreeing tokens the next one
@@ -43,12 +43,12 @@ def prompt_lookup(budget: int, depth: int = 16, ngram: int = 8, matches: int = 8
       matches: continuations looked at; those that begin alike share nodes.
 
     Raises:
-      ValueError: an argument below 1.
+      ValueError: an argument out of range.
     """
-    arguments = {"budget": budget, "depth": depth, "ngram": ngram, "matches": matches}
-    for name, value in arguments.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_range("budget", budget, 1, MAX_BUDGET)
+    check_range("depth", depth, 1)
+    check_range("ngram", ngram, 1, 512)
+    check_range("matches", matches, 1, 64)
     return _prompt_lookup(budget, min(depth, budget - 1), ngram, matches)
 
 
@@ -79,14 +79,8 @@ def _prompt_lookup(budget, depth, ngram, matches):
         tree = from_paths(roots, paths.reshape(at.shape), lengths, scores, RETRIEVED, budget)
         return Proposal(tree), state
 
-    def observe(params, state, verdict):
-        return state
-
-    def memory(state):
-        return None
-
     needs = Needs(depth=depth)
-    return Method("prompt_lookup", budget, needs, init, absorb, propose, observe, memory)
+    return Method("prompt_lookup", budget, propose, needs, init, absorb)
 
 
 def search(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from jspec.method import Method, MethodState, Needs, Proposal
+from jspec.method import MAX_BUDGET, Method, MethodState, Needs, Proposal, check_range
 from jspec.tree import RETRIEVED, Tree, compact
 
 # The chance that the successor of rank r = 1, 2, ... is the next token is about _PRIOR * r ** _DECAY: fitted to replays
@@ -36,9 +36,9 @@ def token_recycling(budget: int, k: int = 8, depth: int = 8, scope: str = "promp
     Raises:
       ValueError: an argument out of range; in ``init``, a memory of another shape.
     """
-    for name, value in {"budget": budget, "k": k, "depth": depth}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_range("budget", budget, 1, MAX_BUDGET)
+    check_range("k", k, 1, 256)
+    check_range("depth", depth, 1)
     if scope not in ("prompt", "kept"):
         raise ValueError(f"scope must be 'prompt' or 'kept', got {scope!r}")
     return _token_recycling(budget, k, depth, scope)
@@ -67,9 +67,6 @@ def _token_recycling(budget, k, depth, scope):
             return MethodState(shared=table)
         rows = jnp.broadcast_to(table, (batch, vocab, k))
         return MethodState(rows=rows, shared=None if memory is None else table)
-
-    def absorb(params, state, tokens, taps, counts):
-        return state
 
     def tables(state):
         """[B, V, k], or [1, V, k] where all rows share it."""
@@ -107,7 +104,7 @@ def _token_recycling(budget, k, depth, scope):
         return state.shared
 
     needs = Needs(depth=len(levels), top_k=k)
-    return Method("token_recycling", budget, needs, init, absorb, propose, observe, memory)
+    return Method("token_recycling", budget, propose, needs, init, observe=observe, memory=memory)
 
 
 def _template(budget, k, depth):

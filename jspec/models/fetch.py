@@ -38,7 +38,10 @@ def cache_dir() -> Path:
     """``$JSPEC_CACHE``, else ``$XDG_CACHE_HOME/jspec``, else ``~/.cache/jspec``."""
     if own := os.environ.get("JSPEC_CACHE"):
         return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise FetchError("there is no home directory for a cache: set JSPEC_CACHE") from None
     return Path(base) / "jspec"
 
 

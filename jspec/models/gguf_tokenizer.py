@@ -39,9 +39,22 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, str]:
       TargetError: the metadata has no tokenizer, or one of a kind that is not supported.
     """
     info = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
-    if not info.get("tokens"):
+    tokens = info.get("tokens")
+    if not tokens:
         raise TargetError("the GGUF file has no tokenizer")
-    tokens = info["tokens"]
+    if not (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
+        raise TargetError("the tokens in the GGUF file are not a list of texts")
+    if len(set(tokens)) < len(tokens):  # the library would not return from it
+        raise TargetError("the GGUF file names a token twice")
+    try:
+        return _files(info, tokens)
+    except TargetError:
+        raise
+    except Exception as error:  # whatever is wrong with merges, scores, types or ids
+        raise TargetError(f"the tokenizer in the GGUF file is damaged: {error!r}") from None
+
+
+def _files(info: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
     types = info.get("token_type") or [_NORMAL] * len(tokens)
     model = info.get("model")
     if model == "gpt2":
@@ -108,6 +121,8 @@ def _byte_level(info, tokens):
 
 def _sentencepiece(info, tokens, types):
     """Pieces with scores as BPE with merges: pairs that make better-scored pieces come first."""
+    if len(info["scores"]) != len(tokens):
+        raise ValueError(f"{len(info['scores'])} scores for {len(tokens)} tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     known = {token for token, kind in zip(tokens, types) if kind == _NORMAL}
     merges = [

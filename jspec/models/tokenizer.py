@@ -101,10 +101,13 @@ class Tokenizer:
         Special tokens that are written out in the text become those tokens.
 
         Raises:
-          ValueError: a text that UTF-8 cannot hold.
+          ValueError: a text that UTF-8 cannot hold, or that the tokenizer has no tokens for.
         """
         text.encode()  # the library's own error is a TypeError about types
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"the target's tokenizer refuses the text: {error}") from None
 
     def decode(
         self, ids: Sequence[int] | Int[Array | np.ndarray, " n"], skip_special: bool = True
@@ -151,10 +154,8 @@ class Tokenizer:
         to_bytes = _byte_level if "ByteLevel" in repr(self._backend.decoder) else _sentencepiece
         table = [b""] * self.vocab_size
         for token, i in self._backend.get_vocab(with_added_tokens=True).items():
-            if i not in added:
+            if i not in added or not added[i].special:
                 table[i] = to_bytes(token)
-            elif not added[i].special:
-                table[i] = token.encode()
         return table
 
 

@@ -12,6 +12,7 @@ from jspec.models.config import TargetError
 from jspec.models.gguf_tokenizer import tokenizer_files
 from jspec.models.tokenizer import _BYTE_OF, Tokenizer
 
+DAMAGED = {"tokens": ["a", "b"], "model": "gpt2", "pre": "smollm", "merges": []}
 CHAR_OF = {byte: char for char, byte in _BYTE_OF.items()}
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -129,6 +130,18 @@ def test_sentencepiece_merges_the_best_scored_neighbours(tmp_path, seed):
         ({}, "has no tokenizer"),
         ({"tokens": ["a"], "model": "t5"}, "'t5' is not supported .*gpt2, llama"),
         ({"tokens": ["a"], "model": "gpt2", "pre": "tekken"}, "rule 'tekken' .*smollm, qwen2"),
+        (DAMAGED | {"tokens": "ab"}, "not a list of texts"),
+        (DAMAGED | {"tokens": [1, 2]}, "not a list of texts"),
+        (DAMAGED | {"tokens": ["a", "a"]}, "names a token twice"),
+        (DAMAGED | {"merges": ["a c"]}, "tokenizer in the GGUF file is damaged"),
+        (DAMAGED | {"merges": ["a"]}, "tokenizer in the GGUF file is damaged"),
+        (DAMAGED | {"bos_token_id": 9}, "tokenizer in the GGUF file is damaged"),
+        (DAMAGED | {"token_type": 3}, "tokenizer in the GGUF file is damaged"),
+        ({"tokens": ["a", "b"], "model": "llama"}, "tokenizer in the GGUF file is damaged"),
+        (
+            {"tokens": ["a", "b"], "model": "llama", "scores": [1.0]},
+            "tokenizer in the GGUF file is damaged",
+        ),
     ],
 )
 def test_tokenizers_that_are_not_supported(tmp_path, fields, message):

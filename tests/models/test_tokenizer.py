@@ -89,6 +89,21 @@ def test_byte_level_tokens_cover_every_byte_once():
     assert table[256:] == [b"", b"", b"<think>"]
 
 
+def test_added_tokens_are_decoded_like_the_others():
+    backend = small_backend()
+    backend.add_tokens(["Ġx", "ðé", "日"])
+    tokenizer = Tokenizer(backend)
+    for token in ("Ġx", "ðé", "日"):
+        i = backend.token_to_id(token)
+        assert tokenizer.token_bytes()[i].decode(errors="replace") == tokenizer.decode([i])
+
+
+def test_a_tokenizer_that_refuses_a_text():
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    with pytest.raises(ValueError, match="the target's tokenizer refuses the text"):
+        Tokenizer(backend).encode("b")
+
+
 def test_token_bytes_of_sentencepiece():
     vocab = {"<unk>": 0, "▁a": 1, "b▁▁": 2, "<0xE2>": 3, "<0x0A>": 4, "é": 5}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))

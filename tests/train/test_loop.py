@@ -49,9 +49,7 @@ def texts(target):
     return out
 
 
-def trainer(
-    target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=True
-):
+def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=True):
     config = config_for(
         target.config,
         mask_token_id=7,
