@@ -71,7 +71,7 @@ class Comparison:
         memory = options.pop("memory", None)
         longest = max(map(len, prompts), default=1)
         options.setdefault("capacity", capacity_for(plan, longest + max_new_tokens))
-        options |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed}
+        options |= {"max_new_tokens": max_new_tokens, "batch": batch, "seed": seed, "warm_up": True}
 
         self._plan, self._params, self._prompts = plan, params, prompts
         self._batch, self._seed = batch, seed

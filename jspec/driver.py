@@ -90,8 +90,8 @@ class Stream:
 
     Attributes:
       state: the decode's state; ``memory()`` is what its method keeps for a later stream.
-      compile_seconds: compilation (or its load from the persistent cache), and a first run of every program.
-      prefill_seconds: reading prompts.
+      compile_seconds: the round's compilation (or its load from the persistent cache), or the whole warm-up.
+      prefill_seconds: reading prompts; without a warm-up, with the compilations that takes.
       decode_seconds: in rounds.
       step_seconds: with ``profile``, seconds by step (``STEPS``).
     """
@@ -111,8 +111,9 @@ class Stream:
         rounds: int = 1,
         first_index: int = 0,
         profile: bool = False,
+        warm_up: bool = False,
     ):
-        """Compiles and warms up; decoding starts with the iteration.
+        """Compiles the round; decoding starts with the iteration.
 
         Args:
           plan: static.
@@ -127,6 +128,7 @@ class Stream:
           rounds: most rounds between two looks of the host.
           first_index: index of the first prompt in the input.
           profile: runs the steps one by one and times them.
+          warm_up: runs every program once beforehand, so that the times that follow are those of any later run.
 
         Raises:
           ValueError: an argument out of range; a prompt that ``check_prompt`` refuses.
@@ -153,15 +155,19 @@ class Stream:
             return new_state(plan, params, batch, capacity, key, stops, memory)
 
         self.state = fresh()
-        self._warm_up()
-        del self.state  # before another one needs the room
-        self.state = fresh()
+        if warm_up:
+            self._warm_up()
+            del self.state  # before another one needs the room
+            self.state = fresh()
+        else:  # all slots are empty and done: this compiles the program and runs no round
+            self.state = self._decode(self.state, rounds, {})
+        jax.block_until_ready(self.state)
         self.compile_seconds = time.perf_counter() - start
 
     def _warm_up(self) -> None:
-        """Runs every program once: the first run of one that is compiled takes longer than the others.
+        """Reads prompts until every chunk width has come, and runs a round in every row bucket.
 
-        (On XLA:CPU by up to 0.2 s, with more row buckets more often, so that speeds would be the less comparable.)
+        On XLA:CPU a program's, or a branch's, first run takes up to 0.3 s longer than the next.
         """
         seen = set()
         for prompt in self.prompts:

@@ -309,10 +309,27 @@ def test_taps_are_absorbed_in_order(tiny, story):
     plan = dataclasses.replace(plan, method=inner._replace(needs=needs, absorb=absorb))
     run(plan, params, prompt, max_new_tokens=40)
     jax.effects_barrier()
-    count = len(prompt) + 40 - 1  # what was seen before that was the warm-up
-    got, taps = (np.concatenate(part)[-count:] for part in zip(*seen, strict=True))
+    got, taps = (np.concatenate(part) for part in zip(*seen, strict=True))
+    count = len(prompt) + 40 - 1
+    assert len(got) == count
     np.testing.assert_array_equal(got, text[:count])
     np.testing.assert_allclose(taps, want[:count], atol=1e-4)
+
+
+def test_a_warm_up_compiles_everything_and_changes_nothing(tiny, story):
+    plan, params = knowing(tiny, story)
+    prompt, _ = story
+    queue = [prompt, prompt * 3, [1]]
+    options = {"max_new_tokens": 20, "capacity": 512}
+    cold, _ = decode_all(plan, params, queue, **options)
+    for profile in (False, True):
+        run = Stream(plan, params, queue, **options, warm_up=True, profile=profile)
+        assert run.prefill_seconds == run.decode_seconds == 0
+        before = advance._cache_size(), _read_chunk._cache_size()
+        warm = [event.finished for event in run if event.finished]
+        assert (advance._cache_size(), _read_chunk._cache_size()) == before
+        for a, b in zip(warm, cold, strict=True):
+            assert dataclasses.replace(a, seconds=0.0) == dataclasses.replace(b, seconds=0.0)
 
 
 @pytest.mark.parametrize(
