@@ -101,6 +101,7 @@ class Parser(jsonargparse.ArgumentParser):
     """A parser whose errors are ``ValueError``s of one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
+        """Raises the error."""
         raise ValueError(one_line(message))
 
 

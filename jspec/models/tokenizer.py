@@ -144,6 +144,17 @@ class Tokenizer:
         """The ids of ``chat(messages, **kwargs)``: the template writes special tokens itself."""
         return self.encode(self.chat(messages, **kwargs), add_special_tokens=False)
 
+    def token_id(self, token: str) -> int:
+        """The id of a token by its name.
+
+        Raises:
+          ValueError: there is none of that name.
+        """
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise ValueError(f"the target's tokenizer has no token {token!r}")
+        return found
+
     def token_bytes(self) -> list[bytes]:
         """What each id adds to decoded text: UTF-8 bytes, which may end inside a character.
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
-from jspec.checkpoint import Head, save_head
+from jspec.checkpoint import export_head
 from jspec.device import keep_compilations, pick_accelerator
 from jspec.heads.config import HeadConfig, config_for, spread_taps
 from jspec.heads.parallel import with_draft_ids
@@ -182,10 +181,9 @@ def train(options: TrainOptions, target: Target) -> None:
 def export(options: TrainOptions, target: Target) -> None:
     """The export stage: ``RUN/head`` in the published layout."""
     run = trainer(options, target)
-    head = run.as_params(run.best_head())
     folder = Path(options.run) / "head"
-    save_head(Head(run.config, head, folder.name, None), folder, dtype="bf16")
-    print(f"{folder}: {sum(np.size(x) for x in head.values() if np.ndim(x))} ...")
+    export_head(folder, run.config, run.as_params(run.best_head()))
+    print(f"{folder}: held-out acceptance length {float(run.state.best):.3f}")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,8 @@ class BatchConfig:
 class Batch(NamedTuple):
     """R texts padded to S tokens, A anchors each, D slots an anchor. Padding: anchor -1, label -1.
 
-    The taps' last axes are those of the library, one row a token; the taps of the last known token are zeros.
+    The taps' last axes are those of the library (0 and 0 where it keeps none), one row a token; those of a text's last
+    token, which are nobody's context, are zeros.
     """
 
     tokens: Int[np.ndarray, "R S"]
@@ -159,14 +160,15 @@ class Batches:
         width = next((size for size in lengths if size >= longest), lengths[-1])
         rng = np.random.default_rng((self._config.seed, epoch, number))
         tokens = np.zeros((len(texts), width), np.int32)
-        shape = texts[0].taps.shape[1:]
-        taps = np.zeros((len(texts), width, *shape), texts[0].taps.dtype)
+        kept = texts[0].taps
+        shape, kind = ((0, 0), np.float16) if kept is None else (kept.shape[1:], kept.dtype)
+        taps = np.zeros((len(texts), width, *shape), kind)
         anchors, labels = [], []
         for row, text in enumerate(texts):
             ids = text.tokens[:width]
             tokens[row, : len(ids)] = ids
-            states = text.taps[: len(ids) - 1]
-            taps[row, : len(states)] = states
+            if text.taps is not None:
+                taps[row, : len(ids) - 1] = text.taps[: len(ids) - 1]
             chosen = choose_anchors(text, self._config, self._depth, rng)
             anchors.append(chosen[0])
             labels.append(chosen[1])

@@ -1,5 +1,8 @@
 """The target's states of training texts, made while training where they were not kept with the text."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jspec.attention import tree_attention
 from jspec.models.config import ModelConfig
 from jspec.models.transformer import forward
+from jspec.train.data import Text
 
 
 def target_taps(
@@ -38,3 +42,23 @@ def target_taps(
     positions = jnp.broadcast_to(jnp.asarray(at, jnp.int32), tokens.shape).reshape(-1)
     out = forward(config, params, tokens.reshape(-1), positions, attend, taps)
     return jax.lax.stop_gradient(out.taps).reshape(rows, width, len(taps), -1)
+
+
+def with_taps(
+    config: ModelConfig, params: dict, texts: Sequence[Text], taps: tuple[int, ...]
+) -> list[Text]:
+    """The texts with taps, made here for those that have none."""
+    longest = max((len(text.tokens) for text in texts), default=0)
+    width = -(-longest // 64) * 64  # one shape for all
+    out = []
+    for text in texts:
+        if text.taps is None:
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : len(text.tokens)] = text.tokens
+            made = np.asarray(_taps(config, params, tokens, taps)[0], np.float32)
+            text = text._replace(taps=made[: len(text.tokens) - 1])
+        out.append(text)
+    return out
+
+
+_taps = partial(jax.jit, static_argnums=(0, 3))(target_taps)

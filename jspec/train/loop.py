@@ -21,11 +21,15 @@ from jaxtyping import Array, Int
 
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import block_hidden, init_head
+from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.recording import Recording, replay
 from jspec.state import Plan
 from jspec.train.data import Batch, BatchConfig, Batches, Text, split
+from jspec.train.features import target_taps, with_taps
 from jspec.train.losses import LossConfig, block_loss
+
+SCALED_ON = 16  # texts whose taps set the scale of a new head's fusion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +125,15 @@ def first_head(config: HeadConfig, texts: Sequence[Text], taps: Sequence[int], s
     """
     head = init_head(config, jax.random.key(seed))
     columns = [taps.index(tap) for tap in config.taps]
-    seen = np.concatenate([np.asarray(t.taps[:, columns], np.float32) for t in texts[:16]])
+    seen = np.concatenate([np.asarray(t.taps[:, columns], np.float32) for t in texts])
     sizes = np.median(np.sqrt(np.square(seen).mean(axis=-1)), axis=0)  # [T]
     scale = np.repeat(1 / np.maximum(sizes, 1e-6), config.hidden_size)
     return head | {"fc": head["fc"] * scale.astype(np.float32)}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=5)
 def train_step(
+    target: ModelConfig,
     head_config: HeadConfig,
     loss: LossConfig,
     optim: OptimConfig,
@@ -140,23 +145,29 @@ def train_step(
     """One step. Donates ``state``.
 
     Args:
+      target: static: the target's.
       head_config: static.
       loss: static.
       optim: static.
-      taps: static: which layers ``batch.taps`` holds; the last one is the target's final normed state for a KL loss.
+      taps: static: which layers ``batch.taps`` holds; (): none, they are made here.
       state: before.
       frozen: see ``frozen_parts``.
       batch: see ``Batches``.
     """
+    if taps:
+        states = batch.taps.astype(frozen.output.dtype)
+    else:
+        taps = (*head_config.taps, target.num_layers)
+        states = target_taps(target, frozen.target, batch.tokens, taps)
     columns = np.asarray([taps.index(tap) for tap in head_config.taps])
-    states = batch.taps.astype(frozen.output.dtype)
     labels = jnp.where(batch.labels >= 0, frozen.draft_of[jnp.maximum(batch.labels, 0)], -1)
     depth, hidden_size = head_config.depth, head_config.hidden_size
     teacher = None
     if loss.kind != "ce":
         at = jnp.maximum(batch.anchors, 0)[..., None] + jnp.arange(depth)
         at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(batch.tokens.shape[0], -1)
-        teacher = jnp.take_along_axis(states[:, :, -1], at[..., None], axis=1)
+        final = states[:, :, taps.index(target.num_layers)]
+        teacher = jnp.take_along_axis(final, at[..., None], axis=1)
         teacher = teacher.reshape(-1, hidden_size).T
 
     def objective(head):
@@ -177,17 +188,25 @@ def train_step(
     return TrainState(head, moments, state.step + 1, state.best), said
 
 
+def long_enough(texts: Sequence[Text], config: HeadConfig, optim: OptimConfig) -> list[Text]:
+    """The texts that an evaluation can use, at most ``eval_texts``.
+
+    Raises:
+      ValueError: there is none.
+    """
+    need = optim.eval_tokens + config.depth
+    out = [text for text in texts if len(text.tokens) - text.start >= need]
+    if not out:
+        raise ValueError(f"no held-out answer has the {need} tokens that an evaluation needs")
+    return out[: optim.eval_texts]
+
+
 def held_out_recordings(
     texts: Sequence[Text], taps: Sequence[int], config: HeadConfig, optim: OptimConfig
 ) -> list[Recording]:
-    """Held-out texts as ``replay`` takes them: those with enough tokens, at most ``eval_texts``.
-
-    Raises:
-      ValueError: no text is long enough.
-    """
+    """Held-out texts as ``replay`` takes them."""
     columns = [taps.index(tap) for tap in config.taps]
-    need = optim.eval_tokens + config.depth
-    out = [
+    return [
         Recording(
             index=number,
             start=text.start,
@@ -196,11 +215,7 @@ def held_out_recordings(
             taps=np.asarray(text.taps[:, columns], np.float32),
         )
         for number, text in enumerate(texts)
-        if len(text.tokens) - text.start >= need
     ]
-    if not out:
-        raise ValueError(f"no held-out answer has the {need} tokens that an evaluation needs")
-    return out[: optim.eval_texts]
 
 
 def evaluate(plans: dict[str, Plan], params, recordings, tokens: int) -> dict[str, Any]:
@@ -257,13 +272,25 @@ class Trainer:
           ValueError: too few texts.
         """
         self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
+        self.target = target.config
+        if taps and loss.kind != "ce" and target.config.num_layers not in taps:
+            raise ValueError(
+                f"a {loss.kind} loss needs the target's final states kept: --teacher true"
+            )
+        if taps and (missing := set(head_config.taps) - set(taps)):
+            raise ValueError(f"the library does not keep tap {min(missing)}, which the head reads")
         train, held = split(texts, optim.held_out, batch.seed)
         self.batches = Batches(train, batch, head_config.depth)
-        self.recordings = held_out_recordings(held, taps, head_config, optim)
+        there = taps or head_config.taps
+        sample, held = (
+            with_taps(target.config, target.params, some, there)
+            for some in (train[:SCALED_ON], long_enough(held, head_config, optim))
+        )
+        self.recordings = held_out_recordings(held, there, head_config, optim)
         self.frozen = frozen_parts(target, draft_ids)
         self.plans, self.folder, self.as_params = plans, folder, as_params
         folder.mkdir(parents=True, exist_ok=True)
-        head = first_head(head_config, train, taps, optim.seed)
+        head = first_head(head_config, sample, there, optim.seed)
         self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
         options = ocp.CheckpointManagerOptions(max_to_keep=1)
         self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
@@ -303,6 +330,7 @@ class Trainer:
         said, start = [], time.perf_counter()
         for step in range(int(self.state.step), until):
             self.state, numbers = train_step(
+                self.target,
                 self.config,
                 self.loss,
                 self.optim,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jsonargparse
 
+from jspec.device import Accel
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Parser, one_line
 from jspec.train.data import BatchConfig
@@ -66,7 +67,7 @@ class TrainOptions:
     target: str = DEFAULT_TARGET
     library: str = "library"
     run: str = "run"
-    accel: str = "auto"
+    accel: Accel = "auto"
     keep_taps: bool = True
     teacher: bool = True
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
@@ -74,3 +75,28 @@ class TrainOptions:
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, ...]]:
+    """The options, and the stages that are asked for: all of them by default.
+
+    Raises:
+      ValueError: an unknown option or stage, or a value that is out of range.
+    """
+    parser = Parser(
+        prog="python -m jspec.train",
+        description="Trains a draft head: the target writes text, the head learns to foresee it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="options in YAML")
+    parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
+    parser.add_class_arguments(TrainOptions)
+    try:
+        chosen = parser.instantiate_classes(parser.parse_args(argv))
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(one_line(str(error))) from None
+    stages = tuple(chosen.stages)
+    if unknown := set(stages) - set(STAGES):
+        raise ValueError(f"no stage {min(unknown)!r}: there are {', '.join(STAGES)}")
+    values = {field.name: chosen[field.name] for field in dataclasses.fields(TrainOptions)}
+    return TrainOptions(**values), stages or STAGES

@@ -194,12 +194,12 @@ def test_budgets_are_ceilings(paired):
 @pytest.mark.parametrize("factory", METHODS)
 def test_refuses_bad_arguments(paired, factory):
     _, head, _ = paired(jetspec)
-    with pytest.raises(ValueError, match="budget must be .*, got 0"):
+    with pytest.raises(ValueError, match=r"budget must be .*, got 0"):
         factory(head, 0)
-    with pytest.raises(ValueError, match="depth must be .*, got 0"):
+    with pytest.raises(ValueError, match=r"depth must be .*, got 0"):
         factory(head, 8, depth=0)
     with pytest.raises(ValueError, match="depth must be at most 5, as far as the head drafts, got"):
         factory(head, 8, depth=6)
     if factory is not dflash:
-        with pytest.raises(ValueError, match="width must be .*, got 0"):
+        with pytest.raises(ValueError, match=r"width must be .*, got 0"):
             factory(head, 8, width=0)

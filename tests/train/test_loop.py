@@ -49,7 +49,7 @@ def texts(target):
     return out
 
 
-def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=True):
+def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=True, taps=TAPS):
     config = config_for(
         target.config,
         mask_token_id=7,
@@ -67,7 +67,7 @@ def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=T
         target,
         config,
         texts,
-        TAPS,
+        taps,
         plans,
         folder,
         batch=BatchConfig(texts=2, anchors=4, lengths=(32,)),
@@ -140,3 +140,23 @@ def test_text_that_is_too_short_is_refused(target, texts, tmp_path):
         trainer(target, short, tmp_path)
     with pytest.raises(ValueError, match="held_out must be below the 2 texts"):
         trainer(target, texts[:2], tmp_path)
+
+
+def test_states_that_were_not_kept_are_made_while_training(target, texts, tmp_path):
+    bare = [text._replace(taps=None) for text in texts]
+    kept = [text._replace(taps=np.asarray(text.taps, np.float32)) for text in texts]
+    for loss in (LossConfig(), LossConfig("fkl")):
+        runs = []
+        for name, given, taps in (("kept", kept, TAPS), ("bare", bare, ())):
+            run = trainer(target, given, tmp_path / f"{loss.kind}-{name}", loss, taps=taps)
+            run.run(until=2)
+            runs.append(log(tmp_path / f"{loss.kind}-{name}")[0])
+        assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], rel=1e-2)  # kept in fp16 once
+
+
+def test_a_library_that_lacks_a_state_is_refused(target, texts, tmp_path):
+    few = [text._replace(taps=text.taps[:, :2]) for text in texts]
+    with pytest.raises(ValueError, match="needs the target's final states kept"):
+        trainer(target, few, tmp_path / "a", LossConfig("fkl"), taps=(0, 1))
+    with pytest.raises(ValueError, match="does not keep tap 1"):
+        trainer(target, few, tmp_path / "b", taps=(0, 2))
