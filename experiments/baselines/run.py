@@ -8,7 +8,6 @@ Greedy. Results are appended to ``results.jsonl`` one cell at a time, and cells 
 """
 
 import argparse
-import json
 import math
 import statistics
 from pathlib import Path
@@ -18,6 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from experiments.cells import Cells
 from jspec.benches import Prompt, load_bench, user_turn
 from jspec.device import device_name
 from jspec.driver import decode_all
@@ -28,7 +28,6 @@ from jspec.report import markdown_table, ratio_interval
 from jspec.state import Plan
 
 HERE = Path(__file__).parent
-LOG = HERE / "results.jsonl"
 BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
 BUDGETS = (4, 8, 16, 32, 64)
 SPEED_BUDGETS = (4, 16, 64)
@@ -70,22 +69,6 @@ SETS = {
 
 def bench(name, count):
     return SETS[name][:count] if name in SETS else load_bench(name, count)
-
-
-class Log:
-    """Finished cells, by their keys."""
-
-    def __init__(self):
-        self.rows = [json.loads(x) for x in LOG.read_text().splitlines()] if LOG.exists() else []
-
-    def has(self, **keys):
-        return any(keys.items() <= row.items() for row in self.rows)
-
-    def add(self, **row):
-        self.rows.append(row)
-        with LOG.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps({k: v for k, v in row.items() if not isinstance(v, list)}), flush=True)
 
 
 def acceptance(target, log):
@@ -238,7 +221,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="+", choices=["acceptance", "speed", "report"])
     parts = parser.parse_args().parts
-    log = Log()
+    log = Cells(HERE / "results.jsonl")
     if {"acceptance", "speed"} & set(parts):
         target = load_target("smollm2-135m")
         if "acceptance" in parts:
