@@ -177,7 +177,7 @@ def report(cells):
         lines += [
             "## Speed against autoregressive decoding",
             "",
-            f"Greedy, batch 1, {SPEED_NEW} new tokens, decoding only: for each prompt the median of {REPEATS} alternating",
+            f"Greedy, batch 1, {SPEED_NEW} new tokens, decoding only: each prompt's median of {REPEATS} alternating",
             "runs; medians over 5 prompts of a bench. Below 1 the method loses time. Every text equals ar's.",
             "",
         ]
