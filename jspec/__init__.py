@@ -21,7 +21,7 @@ from jspec.decode import (
     observe,
     propose,
 )
-from jspec.device import keep_compilations
+from jspec.device import keep_compilations, pick_accelerator
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
@@ -128,6 +128,7 @@ __all__ = [
     "observe",
     "outcome",
     "pack_bits",
+    "pick_accelerator",
     "positions",
     "prompt_lookup",
     "propose",

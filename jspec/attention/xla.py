@@ -6,7 +6,9 @@ from jaxtyping import Array, Float, Int
 
 # A finite floor under the running maximum, so that rows that see nothing give zeros and not NaN.
 _LOWEST = -1e30
-_FEW_ROWS = 48  # of one kv head: up to there XLA:CPU takes a third to all of the time for the other product
+_FEW_ROWS = (
+    48  # of one kv head: up to there XLA:CPU takes a third to all of the time for the other product
+)
 
 
 def xla_tree_attention(

@@ -184,7 +184,7 @@ def train_step(
     (value, said), gradient = jax.value_and_grad(objective, has_aux=True)(state.head)
     change, moments = optimizer(optim).update(gradient, state.optimizer, state.head)
     head = optax.apply_updates(state.head, change)
-    said = said | {"loss": value, "gradient": optax.global_norm(gradient)}
+    said = said | {"loss": value, "gradient": optax.tree.norm(gradient)}
     return TrainState(head, moments, state.step + 1, state.best), said
 
 
