@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 from jspec.acceptance import accept
 from jspec.benches import Prompt, load_bench, read_prompts, user_turn
+from jspec.checkpoint import Head, load_head
 from jspec.comparison import Comparison
 from jspec.decode import (
     absorb,
@@ -77,6 +78,7 @@ __all__ = [
     "FetchError",
     "Finished",
     "Frontier",
+    "Head",
     "KVCache",
     "Memory",
     "Method",
@@ -123,6 +125,7 @@ __all__ = [
     "keep_compilations",
     "load",
     "load_bench",
+    "load_head",
     "merge",
     "new_state",
     "observe",
