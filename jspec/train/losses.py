@@ -1,11 +1,13 @@
 """What a draft head is trained for: the target's next tokens at the slots of a block, or its distribution over them.
 
 Slot k = 1 .. D of a block predicts the token k places after the anchor. A loss is a mean over slots of their losses,
-weighted by how much a slot matters. The output head is applied to a part of the slots at a time and once more for the
-gradient, so that no array of all slots' logits is ever there.
+weighted by how much a slot matters. The output head is applied to a part of the slots at a time, so that no array of
+all slots' logits is ever there. The head is frozen and a slot's loss is its own: a part's gradient is made with it, and
+the backward pass computes nothing again.
 """
 
 import dataclasses
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -81,7 +83,18 @@ def slot_losses(
     """
     if loss.kind != "ce" and teacher is None:
         raise ValueError(f"a {loss.kind} loss needs the target's final states as teacher")
+    teacher = hidden if teacher is None else teacher
     teacher_output = output if teacher_output is None else teacher_output
+    return _slots(loss, output, hidden, labels, teacher, teacher_output)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _slots(loss, output, hidden, labels, teacher, teacher_output):
+    return _with_gradient(loss, output, hidden, labels, teacher, teacher_output)[0]
+
+
+def _with_gradient(loss, output, hidden, labels, teacher, teacher_output):
+    """The slots, and the gradient of each slot's loss by its own states: f32[H, M]."""
     slots = hidden.shape[1]
     size = min(loss.chunk, slots)
     pad = -slots % size
@@ -90,33 +103,50 @@ def slot_losses(
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
         return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
 
-    @jax.checkpoint
     def one(part):
         states, label, taught = part
-        logits = jnp.matmul(output, states, preferred_element_type=jnp.float32)
-        total = jax.nn.logsumexp(logits, axis=0)
-        at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[None], axis=0)[0]
-        label_logp = at_label - total
-        hit = lax.stop_gradient(at_label >= logits.max(axis=0)).astype(jnp.float32)
-        if loss.kind == "ce":
-            return Slots(-label_logp, label_logp, hit)
-        wanted = jnp.matmul(teacher_output, taught, preferred_element_type=jnp.float32)
-        if loss.teacher_top_k:
-            least = top_k(wanted, min(loss.teacher_top_k, wanted.shape[0]))[0][:, -1]
-            wanted = jnp.where(wanted >= least, wanted, -jnp.inf)
-        wanted = lax.stop_gradient(jax.nn.log_softmax(wanted, axis=0))
-        logps = logits - total
-        if loss.kind == "fkl":
-            p = jnp.exp(wanted)
-            terms = p * (jnp.where(p > 0, wanted, 0) - logps)
-        else:
-            # Outside the teacher's top tokens its probability is a floor, else the divergence would be infinite.
-            terms = jnp.exp(logps) * (logps - jnp.maximum(wanted, -20.0))
-        return Slots(terms.sum(axis=0), label_logp, hit)
 
-    taught = cut(hidden if teacher is None else teacher)
-    parts = lax.map(one, (cut(hidden), cut(labels), taught))
-    return Slots(*(x.reshape(-1)[:slots] for x in parts))
+        def losses(states):
+            said = _part(loss, output, states, label, taught, teacher_output)
+            return said.loss, said
+
+        value, pull, said = jax.vjp(losses, states, has_aux=True)
+        return said, pull(jnp.ones_like(value))[0]
+
+    said, gradient = lax.map(one, (cut(hidden), cut(labels), cut(teacher)))
+    joined = jnp.moveaxis(gradient, 0, 1).reshape(gradient.shape[1], -1)
+    return Slots(*(x.reshape(-1)[:slots] for x in said)), joined[:, :slots]
+
+
+def _slots_back(loss, gradient, by):
+    return None, by.loss * gradient, None, None, None
+
+
+_slots.defvjp(_with_gradient, _slots_back)
+
+
+def _part(loss, output, states, label, taught, teacher_output):
+    """The slots of one part."""
+    logits = jnp.matmul(output, states, preferred_element_type=jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=0)
+    at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[None], axis=0)[0]
+    label_logp = at_label - total
+    hit = (at_label >= logits.max(axis=0)).astype(jnp.float32)
+    if loss.kind == "ce":
+        return Slots(-label_logp, label_logp, hit)
+    wanted = jnp.matmul(teacher_output, taught, preferred_element_type=jnp.float32)
+    if loss.teacher_top_k:
+        least = top_k(wanted, min(loss.teacher_top_k, wanted.shape[0]))[0][:, -1]
+        wanted = jnp.where(wanted >= least, wanted, -jnp.inf)
+    wanted = jax.nn.log_softmax(wanted, axis=0)
+    logps = logits - total
+    if loss.kind == "fkl":
+        p = jnp.exp(wanted)
+        terms = p * (jnp.where(p > 0, wanted, 0) - logps)
+    else:
+        # Outside the teacher's top tokens its probability is a floor, else the divergence would be infinite.
+        terms = jnp.exp(logps) * (logps - jnp.maximum(wanted, -20.0))
+    return Slots(terms.sum(axis=0), label_logp, hit)
 
 
 def slot_weights(
