@@ -58,8 +58,13 @@ def keep_compilations() -> None:
 
 
 def default_dtype() -> DTypeLike:
-    """fp32 on a CPU, where bf16 products are slow; bf16 elsewhere."""
+    """fp32 on a CPU, so that tokens do not depend on the shape of a forward; bf16 elsewhere."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def cache_dtype(weights: DTypeLike) -> DTypeLike:
+    """Of cached keys and values: that of the weights, but fp32 on a CPU, where few products are fast in bf16."""
+    return jnp.float32 if jax.default_backend() == "cpu" else weights
 
 
 def device_name() -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jspec.models.products import product
 from jspec.sampling import top_k
 
 
@@ -127,14 +128,14 @@ _slots.defvjp(_with_gradient, _slots_back)
 
 def _part(loss, output, states, label, taught, teacher_output):
     """The slots of one part."""
-    logits = jnp.matmul(output, states, preferred_element_type=jnp.float32)
+    logits = product(output, states)
     total = jax.nn.logsumexp(logits, axis=0)
     at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[None], axis=0)[0]
     label_logp = at_label - total
     hit = (at_label >= logits.max(axis=0)).astype(jnp.float32)
     if loss.kind == "ce":
         return Slots(-label_logp, label_logp, hit)
-    wanted = jnp.matmul(teacher_output, taught, preferred_element_type=jnp.float32)
+    wanted = product(teacher_output, taught)
     if loss.teacher_top_k:
         least = top_k(wanted, min(loss.teacher_top_k, wanted.shape[0]))[0][:, -1]
         wanted = jnp.where(wanted >= least, wanted, -jnp.inf)

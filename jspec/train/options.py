@@ -7,7 +7,7 @@ import jsonargparse
 
 from jspec.device import Accel
 from jspec.models.load import DEFAULT_TARGET
-from jspec.options import Parser, one_line
+from jspec.options import Dtype, Parser, one_line
 from jspec.train.data import BatchConfig
 from jspec.train.loop import OptimConfig
 from jspec.train.losses import LossConfig
@@ -54,6 +54,7 @@ class TrainOptions:
       library: folder of the training text; runs may share it.
       run: folder of this head's run.
       accel: where to run.
+      dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
         made again in every step.
       teacher: keep its final states too, which KL losses need.
@@ -68,6 +69,7 @@ class TrainOptions:
     library: str = "library"
     run: str = "run"
     accel: Accel = "auto"
+    dtype: Dtype = "auto"
     keep_taps: bool = True
     teacher: bool = True
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
