@@ -160,7 +160,8 @@ def write(
         rows = run.state.rows.prompt
         slot = int(np.flatnonzero(np.asarray(rows) == event.index)[0])
         kept = run.state.method.rows
-        taps = np.asarray(kept.taps[slot, : len(tokens) - 1]) if kept else np.zeros((0, 0, 0))
+        # One shape for all texts: a slice of each length would be a program of its own.
+        taps = np.asarray(kept.taps[slot])[: len(tokens) - 1].copy() if kept else np.zeros((0, 0, 0))
         yield Written(event.index, tokens, len(prompt), taps)
 
 
