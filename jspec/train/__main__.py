@@ -24,6 +24,7 @@ from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ddtree, dflash
 from jspec.models.load import Target, load_target
 from jspec.state import Plan
+from jspec.train.corpus import store_answers
 from jspec.train.curves import draw_curves
 from jspec.train.data import Text, draft_vocabulary, read_libraries, split
 from jspec.train.loop import Trainer
@@ -79,9 +80,8 @@ def write(options: TrainOptions, target: Target) -> None:
         bars[what].set_postfix_str(f"{new / seconds:.0f} tokens/s", refresh=False)
         bars[what].update()
 
-    write_text(
-        target, config, Path(options.library), library_taps(options, target), given, progress
-    )
+    make = store_answers if config.answers == "given" else write_text
+    make(target, config, Path(options.library), library_taps(options, target), given, progress)
     for bar in bars.values():
         bar.close()
 
