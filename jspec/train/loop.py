@@ -25,7 +25,7 @@ from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.recording import Recording, replay
 from jspec.state import Plan
-from jspec.train.data import Batch, BatchConfig, Batches, Text, split
+from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.features import target_taps, with_taps
 from jspec.train.losses import LossConfig, block_loss
 
@@ -245,6 +245,7 @@ class Trainer:
         target: Target,
         head_config: HeadConfig,
         texts: Sequence[Text],
+        held_out: Sequence[Text],
         taps: tuple[int, ...],
         plans: dict[str, Plan],
         folder: Path,
@@ -260,7 +261,8 @@ class Trainer:
         Args:
           target: what the head drafts for.
           head_config: the head's.
-          texts: of a library.
+          texts: that are trained on.
+          held_out: others, of the same library.
           taps: of the library.
           plans: what is evaluated, by name; the first one says which checkpoint is the best.
           folder: of the run.
@@ -271,7 +273,7 @@ class Trainer:
           as_params: makes of trained weights what ``params["head"]`` is when decoding.
 
         Raises:
-          ValueError: too few texts.
+          ValueError: no held-out text that is long enough, or taps that are missing.
         """
         self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
         self.target = target.config
@@ -281,12 +283,11 @@ class Trainer:
             )
         if taps and (missing := set(head_config.taps) - set(taps)):
             raise ValueError(f"the library does not keep tap {min(missing)}, which the head reads")
-        train, held = split(texts, optim.held_out, batch.seed)
-        self.batches = Batches(train, batch, head_config.depth)
+        self.batches = Batches(texts, batch, head_config.depth)
         there = taps or head_config.taps
         sample, held = (
             with_taps(target.config, target.params, some, there)
-            for some in (train[:SCALED_ON], long_enough(held, head_config, optim))
+            for some in (texts[:SCALED_ON], long_enough(held_out, head_config, optim))
         )
         self.recordings = held_out_recordings(held, there, head_config, optim)
         self.frozen = frozen_parts(target, draft_ids)
@@ -391,4 +392,5 @@ def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict
         "gradient": round(float(numbers["gradient"]), 5),
         "hits": [round(float(x), 4) for x in hits],
         "slots_per_second": round(slots / seconds, 1),
+        "seconds": round(seconds, 1),
     }

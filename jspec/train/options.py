@@ -52,6 +52,8 @@ class TrainOptions:
     Attributes:
       target: see ``jspec.load``.
       library: folder of the training text; runs may share it.
+      also: folders of further text, written before by the same target with the same taps, to be trained on too.
+      max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
       accel: where to run.
       dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
@@ -63,10 +65,15 @@ class TrainOptions:
       batch: the shape of a step.
       loss: what it is trained for.
       optim: how.
+
+    Raises:
+      ValueError: a number out of range.
     """
 
     target: str = DEFAULT_TARGET
     library: str = "library"
+    also: tuple[str, ...] = ()
+    max_texts: int | None = None
     run: str = "run"
     accel: Accel = "auto"
     dtype: Dtype = "auto"
@@ -77,6 +84,10 @@ class TrainOptions:
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+
+    def __post_init__(self):
+        if self.max_texts is not None and self.max_texts < 1:
+            raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, ...]]:
@@ -94,7 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_class_arguments(TrainOptions)
     try:
-        chosen = parser.instantiate_classes(parser.parse_args(argv))
+        chosen = parser.instantiate(parser.parse_args(argv))
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
     stages = tuple(chosen.stages)
