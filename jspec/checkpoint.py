@@ -71,6 +71,22 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     return Head(config, params, str(name_or_path), fingerprint)
 
 
+def shipped_head(target: Target, causal: bool) -> str | None:
+    """The name of a shipped head that was trained on a target; None where there is none.
+
+    Args:
+      target: compared by fingerprint.
+      causal: which kind is taken where there are both.
+    """
+    fitting = {}
+    for name in _shipped():
+        with as_head_error():
+            config = config_from_json(read_json(SHIPPED / name / "config.json"))
+        if config.target_fingerprint == target.fingerprint:
+            fitting.setdefault(config.causal, name)
+    return fitting.get(causal, fitting.get(not causal))
+
+
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     """Config and arrays of a head in a folder, in the dtype in which they are stored.
 
@@ -140,8 +156,12 @@ def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _shipped():
+    return sorted(path.name for path in SHIPPED.glob("*/"))
+
+
 def _locate(name):
-    names = sorted(path.name for path in SHIPPED.glob("*/"))
+    names = _shipped()
     if name in names:
         return SHIPPED / name
     try:

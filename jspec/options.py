@@ -37,9 +37,15 @@ class Options:
     attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
     mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
     method: Annotated[
-        str, "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree"
-    ] = "prompt_lookup"
-    head: Annotated[str | None, "a draft head's directory, for jetspec, dflash and ddtree"] = None
+        str | None,
+        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree; "
+        "default: jetspec if there is a head for it, else prompt_lookup",
+    ] = None
+    head: Annotated[
+        str | None,
+        "of jetspec, dflash and ddtree: a shipped draft head's name or a head's directory; "
+        "default: the shipped one that was trained on the target",
+    ] = None
     budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
