@@ -3,17 +3,15 @@
 import json
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # and not pyplot: in a notebook that is the reader's
 
 
 def draw_curves(folder: Path) -> Path:
     """Draws ``log.jsonl`` of a run into ``curves.svg`` beside it."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows]
-    figure, (losses, lengths, depths) = plt.subplots(1, 3, figsize=(13, 3.4))
+    figure = Figure(figsize=(13, 3.4))
+    losses, lengths, depths = figure.subplots(1, 3)
     losses.plot(steps, [row["loss"] for row in rows])
     losses.set(title="training loss", xlabel="step")
     for name in ("tree", "chain"):
@@ -29,5 +27,4 @@ def draw_curves(folder: Path) -> Path:
     figure.tight_layout()
     path = folder / "curves.svg"
     figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
     return path

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import jsonargparse
 
-from jspec.device import Accel
+from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
-from jspec.options import Dtype, Parser, one_line
+from jspec.options import Parser, one_line
 from jspec.train.data import BatchConfig
 from jspec.train.loop import OptimConfig
 from jspec.train.losses import LossConfig

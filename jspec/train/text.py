@@ -170,7 +170,9 @@ def write(
         slot = int(np.flatnonzero(np.asarray(rows) == event.index)[0])
         kept = run.state.method.rows
         # One shape for all texts: a slice of each length would be a program of its own.
-        taps = np.asarray(kept.taps[slot])[: len(tokens) - 1].copy() if kept else np.zeros((0, 0, 0))
+        taps = (
+            np.asarray(kept.taps[slot])[: len(tokens) - 1].copy() if kept else np.zeros((0, 0, 0))
+        )
         yield Written(event.index, tokens, len(prompt), taps)
 
 
