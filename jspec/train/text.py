@@ -252,11 +252,11 @@ class Library:
         if config.prompts is not None:
             content = Path(config.prompts).read_bytes()
             wanted["prompts"] = hashlib.sha256(content).hexdigest()[:16]
-        wanted = json.loads(json.dumps(wanted | {"target": target.fingerprint, "taps": taps}))
+        wanted |= {"target": target.fingerprint, "dtype": target.params["embed"].dtype.name}
+        wanted = json.loads(json.dumps(wanted | {"taps": taps}))
         path = self.folder / "text.json"
         if path.exists():
-            # A library may be older than the choice of answers.
-            there = {"answers": "written"} | json.loads(path.read_text())
+            there = json.loads(path.read_text())
             if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
                 raise ValueError(
                     f"{self.folder} holds text of another config ({', '.join(changed)} differ): "
