@@ -24,9 +24,9 @@ from experiments.jetspec.acceptance import counts, make_tables, record_bench, re
 from jspec.device import device_name, keep_compilations
 from jspec.models.load import Target, load_target
 from jspec.report import markdown_table
-from jspec.train.stages import open_run, train_head
 from jspec.train.data import read_libraries
 from jspec.train.options import TrainOptions, parse
+from jspec.train.stages import open_run, train_head
 
 HERE = Path(__file__).parent
 BASE = HERE.parent.parent / "configs" / "train" / "ablation.yaml"
