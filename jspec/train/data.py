@@ -4,15 +4,18 @@ Everything about a step follows from the seed and the step's number, so that a r
 never been stopped.
 """
 
+import contextlib
 import dataclasses
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from jspec.method import check_range
 
 
 class Text(NamedTuple):
@@ -32,12 +35,10 @@ def read_texts(folder: Path) -> list[Text]:
     out = []
     for path in sorted((folder / "text").glob("*.npz")):
         states = folder / "taps" / f"{path.stem}.npy"
-        try:
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                tokens, lengths, starts = (file[k] for k in ("tokens", "lengths", "starts"))
+        with _readable(path), path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            tokens, lengths, starts = (file[k] for k in ("tokens", "lengths", "starts"))
+        with _readable(states):
             taps = np.load(states, mmap_mode="r", allow_pickle=False) if states.exists() else None
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
         if lengths.sum() != len(tokens) or (taps is not None and len(taps) != (lengths - 1).sum()):
             raise ValueError(f"{path} is damaged: its lengths do not add up")
         ends = np.cumsum(lengths)
@@ -49,6 +50,14 @@ def read_texts(folder: Path) -> list[Text]:
     if not out:
         raise ValueError(f"{folder} has no text of two tokens or more to train on")
     return out
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def split(texts: Sequence[Text], held_out: int, seed: int) -> tuple[list[Text], list[Text]]:
@@ -88,6 +97,7 @@ class BatchConfig:
         for name in ("texts", "anchors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or above, got {getattr(self, name)}")
+        check_range("seed", self.seed, 0, 1 << 31)
         if (
             not self.lengths
             or sorted(set(self.lengths)) != list(self.lengths)

@@ -6,6 +6,7 @@ gradient, so that no array of all slots' logits is ever there.
 """
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ class LossConfig:
     chunk: int = 256
 
     def __post_init__(self):
-        if self.gamma < 0:
+        if not 0 <= self.gamma < math.inf:
             raise ValueError(f"gamma must be 0 (off) or above, got {self.gamma}")
         if self.dpace is not None and not 0 <= self.dpace <= 1:
             raise ValueError(f"dpace must be in [0, 1], got {self.dpace}")
