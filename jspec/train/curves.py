@@ -1,6 +1,5 @@
 """The figure of a run: its loss, and the held-out acceptance."""
 
-import json
 from pathlib import Path
 
 import matplotlib
@@ -8,10 +7,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from jspec.train.log import read_log
+
 
 def draw_curves(folder: Path) -> Path:
     """Draws ``log.jsonl`` of a run into ``curves.svg`` beside it."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = read_log(folder)
     steps = [row["step"] for row in rows]
     figure, (losses, lengths, depths) = plt.subplots(1, 3, figsize=(13, 3.4))
     losses.plot(steps, [row["loss"] for row in rows])
@@ -28,6 +29,7 @@ def draw_curves(folder: Path) -> Path:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     path = folder / "curves.svg"
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "jspec"}):  # the same log, the same file
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path
