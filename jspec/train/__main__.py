@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
@@ -20,10 +21,13 @@ from jspec.device import keep_compilations, pick_accelerator
 from jspec.heads.config import HeadConfig, config_for, spread_taps
 from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ddtree, dflash
+from jspec.models.config import read_json
 from jspec.models.load import Target, load_target
 from jspec.state import Plan
+from jspec.train.card import model_card
 from jspec.train.curves import draw_curves
 from jspec.train.data import draft_vocabulary, read_texts
+from jspec.train.log import read_log
 from jspec.train.loop import Trainer
 from jspec.train.options import STAGES, TrainOptions, parse
 from jspec.train.text import put, write_text
@@ -36,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pick_accelerator(options.accel)
         keep_compilations()
         target = load_target(options.target)
+        check(options, target)
         for stage in STAGES:
             if stage in stages:
                 {"text": write, "head": train, "export": export}[stage](options, target)
@@ -47,9 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check(options: TrainOptions, target: Target) -> None:
+    """Finds what would stop a run before its text is written.
+
+    Raises:
+      ValueError: a file where there must be a folder, or a head that cannot be.
+    """
+    for name in ("library", "run"):
+        path = Path(getattr(options, name))
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{name} must be a folder, {path} is a file")
+    head_config(options, target)
+
+
 def head_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
     """The layers that the head reads."""
-    return options.head.taps or spread_taps(target.config.num_layers, 5)
+    layers = target.config.num_layers
+    return options.head.taps or spread_taps(layers, min(5, max(1, layers - 3)))
 
 
 def library_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
@@ -91,9 +110,13 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
       ValueError: no such mask token, or sizes that no head can have.
     """
     shape = options.head
+    try:
+        mask = target.tokenizer.token_id(shape.mask_token)
+    except ValueError as error:
+        raise ValueError(f"head.mask_token: {error}") from None
     return config_for(
         target.config,
-        mask_token_id=target.tokenizer.token_id(shape.mask_token),
+        mask_token_id=mask,
         taps=head_taps(options, target),
         block_size=shape.block_size,
         causal=shape.causal,
@@ -153,7 +176,7 @@ def check_config(options: TrainOptions, target: Target) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         put(path, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
         return
-    there = json.loads(path.read_text())
+    there = read_json(path)
     if changed := sorted(name for name in wanted if there.get(name) != wanted[name]):
         raise ValueError(
             f"{path.parent} holds a run of another config ({', '.join(changed)} differ): "
@@ -182,7 +205,19 @@ def export(options: TrainOptions, target: Target) -> None:
     """The export stage: ``RUN/head`` in the published layout."""
     run = trainer(options, target)
     folder = Path(options.run) / "head"
-    export_head(folder, run.config, run.as_params(run.best_head()))
+    head, dtype = run.as_params(run.best_head()), jnp.bfloat16
+    card = model_card(
+        options,
+        run.config,
+        head,
+        dtype.dtype.name,
+        [read_json(Path(options.library) / "text.json")],
+        run.texts,
+        run.response_tokens,
+        read_log(run.folder),
+        run.best_step,
+    )
+    export_head(folder, run.config, head, dtype, card)
     print(f"{folder}: held-out acceptance length {float(run.state.best):.3f}")
 
 
