@@ -191,6 +191,9 @@ def draft_block(
 ) -> Float[Array, "H M"]:
     """The states that draft ``depth`` tokens after each root: column ``b * depth + i - 1`` is slot i of row b.
 
+    A causal head runs the slots that it needs; to a bidirectional one fewer slots than in training are another input,
+    so it runs its whole block at any depth.
+
     Args:
       config: static.
       head: see ``init_head``.
@@ -204,7 +207,7 @@ def draft_block(
     """
     if not 1 <= depth <= config.depth:
         raise ValueError(f"depth must be in 1..{config.depth}, the head's block, got {depth}")
-    batch, size = roots.shape[0], depth + 1
+    batch, size = roots.shape[0], depth + 1 if config.causal else config.block_size
     positions = cache.length[:, None] + jnp.arange(size)
     visible = [
         jnp.broadcast_to(
@@ -234,7 +237,7 @@ def draft_block(
         positions.reshape(-1),
         attend,
     )
-    return _drafting(hidden, size)
+    return _drafting(hidden, size, depth)
 
 
 def draft_logits(
@@ -259,13 +262,22 @@ def draft_table(
       ValueError: a depth beyond the head's block, a width beyond its vocabulary.
     """
     hidden = draft_block(config, head, target_params, cache, roots, depth)
+    shape = (roots.shape[0], depth, width)
+    return DraftTable(*(x.reshape(shape) for x in best_drafts(head, target_params, hidden, width)))
+
+
+def best_drafts(
+    head: HeadParams, target_params: Mapping[str, Any], hidden: Float[Array, "H M"], width: int
+) -> tuple[Int[Array, "M W"], Float[Array, "M W"]]:
+    """The ``width`` best tokens of each column, and their log-probabilities: see ``DraftTable``.
+
+    Raises:
+      ValueError: a width beyond the head's vocabulary.
+    """
     logits = draft_logits(head, target_params, hidden)
     best, tokens = top_k(logits, width)
     logps = best - jax.nn.logsumexp(logits, axis=0)[:, None]
-    if "draft_ids" in head:
-        tokens = head["draft_ids"][tokens]
-    shape = (roots.shape[0], depth, width)
-    return DraftTable(tokens.reshape(shape), logps.reshape(shape))
+    return head["draft_ids"][tokens] if "draft_ids" in head else tokens, logps
 
 
 def block_hidden(
@@ -327,7 +339,7 @@ def block_hidden(
     hidden = module.block(
         target_params["embed"], _block_tokens(config, roots, size), positions.reshape(-1), attend
     )
-    return _drafting(hidden, size)
+    return _drafting(hidden, size, config.depth)
 
 
 def _block_tokens(config, roots, size):
@@ -345,9 +357,10 @@ def _within(config, layer, size):
     return back >= 0 if config.causal else np.ones((size, size), bool)
 
 
-def _drafting(hidden, size):
-    """The columns of all slots but the roots'."""
-    return hidden.reshape(hidden.shape[0], -1, size)[:, :, 1:].reshape(hidden.shape[0], -1)
+def _drafting(hidden, size, depth):
+    """The columns of the first ``depth`` slots after each root."""
+    drafted = hidden.reshape(hidden.shape[0], -1, size)[:, :, 1 : depth + 1]
+    return drafted.reshape(hidden.shape[0], -1)
 
 
 __all__ = [
@@ -355,6 +368,7 @@ __all__ = [
     "HeadCache",
     "HeadParams",
     "ParallelHead",
+    "best_drafts",
     "block_hidden",
     "draft_block",
     "draft_logits",

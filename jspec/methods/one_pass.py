@@ -25,7 +25,8 @@ def one_pass(
       build: of ``jspec.tables``.
       head_config: of the head: causal or bidirectional.
       budget: most nodes, root included; 1 drafts nothing and is autoregressive decoding.
-      depth: slots drafted, at most; cut to what the budget can hold as a chain. Default: the head's block.
+      depth: slots drafted, at most; cut to what the budget can hold as a chain. Default: the head's block, which a
+        bidirectional head runs whole at any depth.
       width: candidates of a slot, at most.
 
     Raises:

@@ -6,6 +6,7 @@ export   the best checkpoint becomes a head that ``python -m jspec.run --head`` 
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
@@ -25,8 +27,9 @@ from jspec.models.config import read_json
 from jspec.models.load import Target, load_target
 from jspec.state import Plan
 from jspec.train.card import model_card
+from jspec.train.corpus import store_answers
 from jspec.train.curves import draw_curves
-from jspec.train.data import draft_vocabulary, read_texts
+from jspec.train.data import Text, draft_vocabulary, read_libraries, split
 from jspec.train.log import read_log
 from jspec.train.loop import Trainer
 from jspec.train.options import STAGES, TrainOptions, parse
@@ -96,9 +99,8 @@ def write(options: TrainOptions, target: Target) -> None:
         bars[what].set_postfix_str(f"{new / seconds:.0f} tokens/s", refresh=False)
         bars[what].update()
 
-    write_text(
-        target, config, Path(options.library), library_taps(options, target), given, progress
-    )
+    make = store_answers if config.answers == "given" else write_text
+    make(target, config, Path(options.library), library_taps(options, target), given, progress)
     for bar in bars.values():
         bar.close()
 
@@ -132,11 +134,15 @@ def trainer(options: TrainOptions, target: Target) -> Trainer:
     Raises:
       ValueError: no text, or a folder that another config's run is in.
     """
-    config, texts = head_config(options, target), read_texts(Path(options.library))
+    config = head_config(options, target)
+    folders = [Path(name) for name in (options.library, *options.also)]
+    texts, taps = read_libraries(folders, target.fingerprint)
+    check_config(options, target, texts)
+    texts, held_out = split(texts, options.optim.held_out)
+    texts = texts[: options.max_texts]
     ids = None
     if config.draft_vocab_size is not None:
         ids = draft_vocabulary(texts, config.draft_vocab_size, target.config.vocab_size)
-    check_config(options, target)
 
     def as_params(head):
         return head if ids is None else with_draft_ids(head, target.params, ids)
@@ -150,7 +156,8 @@ def trainer(options: TrainOptions, target: Target) -> Trainer:
         target,
         config,
         texts,
-        library_taps(options, target),
+        held_out,
+        taps,
         plans,
         Path(options.run),
         batch=options.batch,
@@ -161,16 +168,21 @@ def trainer(options: TrainOptions, target: Target) -> Trainer:
     )
 
 
-def check_config(options: TrainOptions, target: Target) -> None:
-    """Writes a run's config into its folder, or makes sure that it is the one there.
+def check_config(options: TrainOptions, target: Target, texts: Sequence[Text]) -> None:
+    """Writes a run's config into its folder, or makes sure that it is the one there, and its text that of now.
 
     Raises:
       ValueError: it is another.
     """
     wanted = dataclasses.asdict(options)
-    for where in ("library", "run", "accel", "text"):
+    for where in ("library", "also", "run", "accel", "text"):
         del wanted[where]
-    wanted = json.loads(json.dumps(wanted | {"target_fingerprint": target.fingerprint}))
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(np.asarray([len(text.tokens), text.start], np.int32).tobytes())
+        digest.update(text.tokens.tobytes())
+    wanted |= {"target_fingerprint": target.fingerprint, "texts": digest.hexdigest()[:16]}
+    wanted = json.loads(json.dumps(wanted))
     path = Path(options.run) / "config.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +223,7 @@ def export(options: TrainOptions, target: Target) -> None:
         run.config,
         head,
         dtype.dtype.name,
-        [read_json(Path(options.library) / "text.json")],
+        [read_json(Path(name) / "text.json") for name in (options.library, *options.also)],
         run.texts,
         run.response_tokens,
         read_log(run.folder),

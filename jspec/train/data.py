@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jspec.method import check_range
+from jspec.models.config import read_json
 
 
 class Text(NamedTuple):
@@ -60,15 +61,51 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def split(texts: Sequence[Text], held_out: int, seed: int) -> tuple[list[Text], list[Text]]:
-    """Texts for training, and ``held_out`` others.
+def read_libraries(folders: Sequence[Path], target: str) -> tuple[list[Text], tuple[int, ...]]:
+    """The texts of libraries, one after the other, and the taps that all of them keep.
+
+    Args:
+      folders: of the libraries.
+      target: fingerprint of the target that wrote them.
+
+    Raises:
+      ValueError: no library, the same one twice, one of another target or with other taps than the first; and as
+        ``read_texts``.
+    """
+    texts, kept = [], ()
+    for number, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:number]]:
+            raise ValueError(f"{folder} is given twice: its held-out texts would be trained on")
+        try:
+            said = read_json(folder / "text.json")
+            taps = tuple(said["taps"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder} is no library of text: {error}") from None
+        if said.get("target") != target:
+            raise ValueError(
+                f"{folder} was written by target {said.get('target')}, this one is {target}"
+            )
+        if number and taps != kept:
+            raise ValueError(
+                f"{folder} keeps taps {taps}, {folders[0]} keeps {kept}: they must be the same"
+            )
+        kept = taps
+        found = read_texts(folder)
+        if taps and any(text.taps is None for text in found):
+            raise ValueError(f"{folder / 'taps'} lacks the taps of some of the texts")
+        texts += found
+    return texts, kept
+
+
+def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
+    """Texts for training, in order, and ``held_out`` others: the same ones for every run on these texts.
 
     Raises:
       ValueError: not enough texts.
     """
     if held_out >= len(texts):
         raise ValueError(f"held_out must be below the {len(texts)} texts there are, got {held_out}")
-    order = np.random.default_rng(seed).permutation(len(texts))
+    order = np.random.default_rng(0).permutation(len(texts))
     chosen = set(order[:held_out].tolist())
     train = [text for i, text in enumerate(texts) if i not in chosen]
     return train, [texts[i] for i in order[:held_out]]

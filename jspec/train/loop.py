@@ -27,7 +27,7 @@ from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.recording import Recording, replay
 from jspec.state import Plan
-from jspec.train.data import Batch, BatchConfig, Batches, Text, split
+from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.features import target_taps, with_taps
 from jspec.train.log import add_row, forget_after
 from jspec.train.losses import LossConfig, block_loss
@@ -247,6 +247,7 @@ class Trainer:
         target: Target,
         head_config: HeadConfig,
         texts: Sequence[Text],
+        held_out: Sequence[Text],
         taps: tuple[int, ...],
         plans: dict[str, Plan],
         folder: Path,
@@ -262,7 +263,8 @@ class Trainer:
         Args:
           target: what the head drafts for.
           head_config: the head's.
-          texts: of a library.
+          texts: that are trained on.
+          held_out: others, of the same library.
           taps: of the library.
           plans: what is evaluated, by name; the first one says which checkpoint is the best.
           folder: of the run.
@@ -273,7 +275,7 @@ class Trainer:
           as_params: makes of trained weights what ``params["head"]`` is when decoding.
 
         Raises:
-          ValueError: too few texts.
+          ValueError: no held-out text that is long enough, or taps that are missing.
         """
         self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
         self.target = target.config
@@ -283,13 +285,13 @@ class Trainer:
             )
         if taps and (missing := set(head_config.taps) - set(taps)):
             raise ValueError(f"the library does not keep tap {min(missing)}, which the head reads")
-        train, held = split(texts, optim.held_out, batch.seed)
-        self.batches = Batches(train, batch, head_config.depth)
-        self.texts, self.response_tokens = len(train), sum(len(t.tokens) - t.start for t in train)
+        self.batches = Batches(texts, batch, head_config.depth)
+        self.texts = len(texts)
+        self.response_tokens = sum(len(text.tokens) - text.start for text in texts)
         there = taps or head_config.taps
         sample, held = (
             with_taps(target.config, target.params, some, there)
-            for some in (train[:SCALED_ON], long_enough(held, head_config, optim))
+            for some in (texts[:SCALED_ON], long_enough(held_out, head_config, optim))
         )
         self.recordings = held_out_recordings(held, there, head_config, optim)
         self.frozen = frozen_parts(target, draft_ids)

@@ -52,6 +52,8 @@ class TrainOptions:
     Attributes:
       target: see ``jspec.load``.
       library: folder of the training text; runs may share it.
+      also: folders of further text, written before by the same target with the same taps, to be trained on too.
+      max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
       accel: where to run.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
@@ -64,11 +66,13 @@ class TrainOptions:
       optim: how.
 
     Raises:
-      ValueError: an empty name.
+      ValueError: an empty name, or a number out of range.
     """
 
     target: str = DEFAULT_TARGET
     library: str = "library"
+    also: tuple[str, ...] = ()
+    max_texts: int | None = None
     run: str = "run"
     accel: Accel = "auto"
     keep_taps: bool = True
@@ -83,6 +87,8 @@ class TrainOptions:
         for name in ("target", "library", "run"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
+        if self.max_texts is not None and self.max_texts < 1:
+            raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
 
 
 class _Parser(Parser):

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ PERIOD, REPEATED = (
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
 Progress = Callable[[str, int, int], None]
 """``progress(what, total, tokens)``: one more of ``total`` texts is finished, with so many new tokens."""
-_MARK = "\ufdd0"  # stands for a user's words while a chat template is taken apart: no text has this character
+MARK = "\ufdd0"  # stands for somebody's words while a chat template is taken apart: no text has this character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,8 @@ class TextConfig:
       turn_temperature: of those turns.
       turn_tokens: longer ones are left out.
       prompts: a file of further prompts, as of ``python -m jspec.run --prompts``.
+      answers: written by the target, or those given in the file of prompts ("answer"): a corpus, to compare with. Then
+        what is said here of turns, temperatures and batch does not matter.
       temperatures: of the answers: one a shard, in turns.
       max_new_tokens: of an answer.
       max_prompt_tokens: longer prompts are left out.
@@ -63,6 +65,7 @@ class TextConfig:
     turn_temperature: float = 0.9
     turn_tokens: int = 128
     prompts: str | None = None
+    answers: Literal["written", "given"] = "written"
     temperatures: tuple[float, ...] = (0.0, 0.7)
     max_new_tokens: int = 192
     max_prompt_tokens: int = 256
@@ -82,8 +85,16 @@ class TextConfig:
                 raise ValueError(f"{name} must not be empty")
         if not self.turns and self.prompts is None:
             raise ValueError("turns must be above 0 where there is no file of prompts")
+        if self.answers == "given" and self.prompts is None:
+            raise ValueError("answers: given needs a file of prompts that has them")
         for temperature in (self.turn_temperature, *self.temperatures):
             Sampling(temperature)
+
+
+def half(states: Float[Array | np.ndarray, "..."]) -> Float[Array | np.ndarray, "..."]:
+    """States as they are kept: float16, the few that are beyond its range cut."""
+    most = float(np.finfo(np.float16).max)
+    return states.clip(-most, most).astype(np.float16)
 
 
 class Kept(NamedTuple):
@@ -105,9 +116,7 @@ def keeper(taps: tuple[int, ...]) -> Method:
         kept, length = state.rows
         column = jnp.arange(tokens.shape[1])
         at = jnp.where(column < counts[:, None], length[:, None] + column, kept.shape[1])
-        most = jnp.finfo(jnp.float16).max
-        new = jnp.clip(taps, -most, most).astype(jnp.float16)
-        kept = kept.at[jnp.arange(kept.shape[0])[:, None], at].set(new, mode="drop")
+        kept = kept.at[jnp.arange(kept.shape[0])[:, None], at].set(half(taps), mode="drop")
         return MethodState(rows=Kept(kept, length + counts))
 
     return ar()._replace(name="keeper", needs=Needs(taps=taps), init=init, absorb=absorb)
@@ -186,10 +195,10 @@ def turn_opening(target: Target, system: str) -> list[int]:
       ValueError: no chat template, or one that changes a user's words.
     """
     before = [{"role": "system", "content": system}] if system else []
-    text = target.tokenizer.chat([*before, {"role": "user", "content": _MARK}])
-    if text.count(_MARK) != 1:
+    text = target.tokenizer.chat([*before, {"role": "user", "content": MARK}])
+    if text.count(MARK) != 1:
         raise ValueError("the target's chat template does not say a user's words once, as they are")
-    return target.tokenizer.encode(text[: text.index(_MARK)], add_special_tokens=False)
+    return target.tokenizer.encode(text[: text.index(MARK)], add_special_tokens=False)
 
 
 def write_turns(
@@ -245,7 +254,8 @@ class Library:
         wanted = json.loads(json.dumps(wanted | {"target": target.fingerprint, "taps": taps}))
         path = self.folder / "text.json"
         if path.exists():
-            there = read_json(path)
+            # A library may be older than the choice of answers.
+            there = {"answers": "written"} | read_json(path)
             if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
                 raise ValueError(
                     f"{self.folder} holds text of another config ({', '.join(changed)} differ): "
@@ -311,15 +321,22 @@ def gather_prompts(
             raise ValueError(f"{path} cannot be read: {error}") from None
     unique = list(dict.fromkeys(turns))
     prompts = [user_turn(f"turn/{i}", text) for i, text in enumerate(unique)] + list(given)
-    ids = [encode_prompt(target, prompt) for prompt in prompts]
-    ids = [one for one in ids if len(one) <= config.max_prompt_tokens]
-    if not ids:
+    return [ids for _, ids in in_order(target, config, prompts)]
+
+
+def in_order(
+    target: Target, config: TextConfig, prompts: Sequence[Prompt]
+) -> list[tuple[Prompt, list[int]]]:
+    """The prompts that are short enough, and their ids, in a seeded order; at most ``config.count``."""
+    encoded = ((prompt, encode_prompt(target, prompt)) for prompt in prompts)
+    short = [one for one in encoded if len(one[1]) <= config.max_prompt_tokens]
+    if not short:
         raise ValueError(
             "there is nothing to answer: no user turn came to an end within turn_tokens "
             f"({config.turn_tokens}), no given prompt has up to {config.max_prompt_tokens} tokens"
         )
-    order = np.random.default_rng(config.seed).permutation(len(ids))[: config.count]
-    return [ids[i] for i in order]
+    order = np.random.default_rng(config.seed).permutation(len(short))[: config.count]
+    return [short[i] for i in order]
 
 
 def write_text(
