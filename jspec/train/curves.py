@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # and not pyplot: in a notebook that is the reader's
 
 from jspec.train.log import read_log
 
@@ -14,7 +12,8 @@ def draw_curves(folder: Path) -> Path:
     """Draws ``log.jsonl`` of a run into ``curves.svg`` beside it."""
     rows = read_log(folder)
     steps = [row["step"] for row in rows]
-    figure, (losses, lengths, depths) = plt.subplots(1, 3, figsize=(13, 3.4))
+    figure = Figure(figsize=(13, 3.4))
+    losses, lengths, depths = figure.subplots(1, 3)
     losses.plot(steps, [row["loss"] for row in rows])
     losses.set(title="training loss", xlabel="step")
     for name in ("tree", "chain"):
@@ -31,5 +30,4 @@ def draw_curves(folder: Path) -> Path:
     path = folder / "curves.svg"
     with matplotlib.rc_context({"svg.hashsalt": "jspec"}):  # the same log, the same file
         figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
     return path

@@ -240,7 +240,13 @@ def evaluate(plans: dict[str, Plan], params, recordings, tokens: int) -> dict[st
 
 
 class Trainer:
-    """A run in a folder: ``last`` and ``best`` (orbax checkpoints), ``log.jsonl``."""
+    """A run in a folder: ``last`` and ``best`` (orbax checkpoints), ``log.jsonl``.
+
+    Attributes:
+      state: as it is now.
+      config: the head's.
+      untrained_head: ``untrained_head()`` makes the weights that the run began with.
+    """
 
     def __init__(
         self,
@@ -297,7 +303,8 @@ class Trainer:
         self.frozen = frozen_parts(target, draft_ids)
         self.plans, self.folder, self.as_params = plans, folder, as_params
         folder.mkdir(parents=True, exist_ok=True)
-        head = first_head(head_config, sample, there, optim.seed)
+        self.untrained_head = partial(first_head, head_config, sample, there, optim.seed)
+        head = self.untrained_head()
         self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
         options = ocp.CheckpointManagerOptions(max_to_keep=1)
         self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
@@ -347,9 +354,10 @@ class Trainer:
                 self._keep(step + 1, row)
                 said, start = [], time.perf_counter()
 
-    def evaluate(self) -> dict[str, Any]:
-        """Held-out acceptance of the head as it is."""
-        params = {"target": self.frozen.target, "head": self.as_params(self.state.head)}
+    def evaluate(self, head: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Held-out acceptance by plan, and the share of rounds that reach each depth; default: of the head as it is."""
+        head = self.state.head if head is None else head
+        params = {"target": self.frozen.target, "head": self.as_params(head)}
         return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
 
     def _keep(self, step: int, row: dict[str, Any]) -> None:
