@@ -24,10 +24,9 @@ from experiments.jetspec.acceptance import counts, make_tables, record_bench, re
 from jspec.device import device_name, keep_compilations
 from jspec.models.load import Target, load_target
 from jspec.report import markdown_table
-from jspec.train.__main__ import train as train_head
-from jspec.train.__main__ import trainer
 from jspec.train.data import read_libraries
 from jspec.train.options import TrainOptions, parse
+from jspec.train.stages import open_run, train_head
 
 HERE = Path(__file__).parent
 BASE = HERE.parent.parent / "configs" / "train" / "ablation.yaml"
@@ -138,7 +137,7 @@ def evaluate(names: Sequence[str], args: argparse.Namespace, target: Target, cel
             if cells.has(**keys):
                 continue
             if run is None:
-                run = trainer(options, target)
+                run = open_run(options, target)
                 head, taps = run.as_params(run.best_head()), run.config.taps
             if bench not in tables:
                 if (bench, taps) not in recordings:

@@ -51,6 +51,8 @@ def _one_pass(name, build, head_config, budget, depth, width):
         return ar()._replace(name=name)
 
     def init(params, batch, capacity, memory):
+        if "head" not in params:
+            raise ValueError(f'params must hold the weights of the head that {name} has, as "head"')
         return MethodState(
             rows=empty_cache(head_config, batch, capacity, params["head"]["fc"].dtype)
         )

@@ -1,19 +1,19 @@
 """The figure of a run: its loss, and the held-out acceptance."""
 
-import json
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure  # and not pyplot: in a notebook that is the reader's
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from jspec.train.log import read_log
 
 
 def draw_curves(folder: Path) -> Path:
     """Draws ``log.jsonl`` of a run into ``curves.svg`` beside it."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = read_log(folder)
     steps = [row["step"] for row in rows]
-    figure, (losses, lengths, depths) = plt.subplots(1, 3, figsize=(13, 3.4))
+    figure = Figure(figsize=(13, 3.4))
+    losses, lengths, depths = figure.subplots(1, 3)
     losses.plot(steps, [row["loss"] for row in rows])
     losses.set(title="training loss", xlabel="step")
     for name in ("tree", "chain"):
@@ -28,6 +28,6 @@ def draw_curves(folder: Path) -> Path:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     path = folder / "curves.svg"
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "jspec"}):  # the same log, the same file
+        figure.savefig(path, metadata={"Date": None})
     return path

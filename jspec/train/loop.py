@@ -5,7 +5,7 @@ steps, and a run that was killed goes on from its last checkpoint to the same en
 """
 
 import dataclasses
-import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,14 +19,17 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
 
+from jspec.checkpoint import readable
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import block_hidden, init_head
+from jspec.method import check_range
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.recording import Recording, replay
 from jspec.state import Plan
 from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.features import target_taps, with_taps
+from jspec.train.log import add_row, forget_after
 from jspec.train.losses import LossConfig, block_loss
 
 SCALED_ON = 16  # texts whose taps set the scale of a new head's fusion
@@ -74,10 +77,11 @@ class OptimConfig:
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         for name in ("learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.weight_decay < 0 or not 0 < self.b2 < 1:
-            raise ValueError("weight_decay must be 0 or above, and b2 in (0, 1)")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf or not 0 < self.b2 < 1:
+            raise ValueError("weight_decay must be finite, 0 or above, and b2 in (0, 1)")
+        check_range("seed", self.seed, 0, 1 << 31)
 
 
 class TrainState(NamedTuple):
@@ -236,7 +240,13 @@ def evaluate(plans: dict[str, Plan], params, recordings, tokens: int) -> dict[st
 
 
 class Trainer:
-    """A run in a folder: ``last`` and ``best`` (orbax checkpoints), ``log.jsonl``."""
+    """A run in a folder: ``last`` and ``best`` (orbax checkpoints), ``log.jsonl``.
+
+    Attributes:
+      state: as it is now.
+      config: the head's.
+      untrained_head: ``untrained_head()`` makes the weights that the run began with.
+    """
 
     def __init__(
         self,
@@ -282,6 +292,8 @@ class Trainer:
         if taps and (missing := set(head_config.taps) - set(taps)):
             raise ValueError(f"the library does not keep tap {min(missing)}, which the head reads")
         self.batches = Batches(texts, batch, head_config.depth)
+        self.texts = len(texts)
+        self.response_tokens = sum(len(text.tokens) - text.start for text in texts)
         there = taps or head_config.taps
         sample, held = (
             with_taps(target.config, target.params, some, there)
@@ -291,28 +303,20 @@ class Trainer:
         self.frozen = frozen_parts(target, draft_ids)
         self.plans, self.folder, self.as_params = plans, folder, as_params
         folder.mkdir(parents=True, exist_ok=True)
-        head = first_head(head_config, sample, there, optim.seed)
+        self.untrained_head = partial(first_head, head_config, sample, there, optim.seed)
+        head = self.untrained_head()
         self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
         options = ocp.CheckpointManagerOptions(max_to_keep=1)
         self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
         self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
         if (step := self._last.latest_step()) is not None:
             self.state = self._restore(self._last, step)
-        self._trim_log(int(self.state.step))
+        forget_after(folder, int(self.state.step))
 
     def _restore(self, manager: ocp.CheckpointManager, step: int) -> TrainState:
         shape = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
-        return manager.restore(step, args=ocp.args.StandardRestore(shape))
-
-    def _trim_log(self, step: int) -> None:
-        """Forgets what was logged after the checkpoint: it comes again."""
-        path = self.folder / "log.jsonl"
-        if path.exists():
-            rows = [
-                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
-            ]
-            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-            path.write_text("".join(kept))
+        with readable(Path(manager.directory) / str(step)):
+            return manager.restore(step, args=ocp.args.StandardRestore(shape))
 
     def run(
         self,
@@ -346,36 +350,44 @@ class Trainer:
                 jax.block_until_ready(said)  # steps are dispatched long before they are done
                 row = summary(step + 1, said, time.perf_counter() - start)
                 row |= self.evaluate()
-                with (self.folder / "log.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                add_row(self.folder, row)
                 say(row)
                 self._keep(step + 1, row)
                 said, start = [], time.perf_counter()
 
-    def evaluate(self) -> dict[str, Any]:
-        """Held-out acceptance of the head as it is."""
-        params = {"target": self.frozen.target, "head": self.as_params(self.state.head)}
+    def evaluate(self, head: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Held-out acceptance by plan, and the share of rounds that reach each depth; default: of the head as it is."""
+        head = self.state.head if head is None else head
+        params = {"target": self.frozen.target, "head": self.as_params(head)}
         return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
 
     def _keep(self, step: int, row: dict[str, Any]) -> None:
         found = row[next(iter(self.plans))]
         if found > float(self.state.best):
             self.state = self.state._replace(best=jnp.float32(found))
-            self._best.save(step, args=ocp.args.StandardSave(self.state), force=True)
-            self._best.wait_until_finished()
-        self._last.save(step, args=ocp.args.StandardSave(self.state), force=True)
-        self._last.wait_until_finished()
+            self._save(self._best, step)
+        self._save(self._last, step)
 
-    def best_head(self) -> dict[str, Any]:
-        """The weights with the best held-out acceptance so far.
+    def _save(self, manager: ocp.CheckpointManager, step: int) -> None:
+        if step in manager.all_steps():
+            return  # a kill after this one and before the other: what is there is the same
+        manager.save(step, args=ocp.args.StandardSave(self.state), force=True)
+        manager.wait_until_finished()
+
+    @property
+    def best_step(self) -> int:
+        """The step of the checkpoint with the best held-out acceptance so far.
 
         Raises:
           ValueError: there is no checkpoint yet.
         """
-        step = self._best.latest_step()
-        if step is None:
+        if (step := self._best.latest_step()) is None:
             raise ValueError(f"{self.folder} has no checkpoint yet")
-        return self._restore(self._best, step).head
+        return step
+
+    def best_head(self) -> dict[str, Any]:
+        """The weights of ``best_step``."""
+        return self._restore(self._best, self.best_step).head
 
 
 def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:

@@ -1,19 +1,18 @@
 """What a draft head is trained for: the target's next tokens at the slots of a block, or its distribution over them.
 
 Slot k = 1 .. D of a block predicts the token k places after the anchor. A loss is a mean over slots of their losses,
-weighted by how much a slot matters. The output head is applied to a part of the slots at a time and once more for the
-gradient, so that no array of all slots' logits is ever there.
+weighted by how much a slot matters. Where slots are many, the output head is applied to a part of them at a time and
+once more for the gradient, so that no array of all slots' logits is ever there.
 """
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
-
-from jspec.sampling import top_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class LossConfig:
     chunk: int = 256
 
     def __post_init__(self):
-        if self.gamma < 0:
+        if not 0 <= self.gamma < math.inf:
             raise ValueError(f"gamma must be 0 (off) or above, got {self.gamma}")
         if self.dpace is not None and not 0 <= self.dpace <= 1:
             raise ValueError(f"dpace must be in [0, 1], got {self.dpace}")
@@ -84,39 +83,44 @@ def slot_losses(
     teacher_output = output if teacher_output is None else teacher_output
     slots = hidden.shape[1]
     size = min(loss.chunk, slots)
-    pad = -slots % size
+    parts = -(-slots // size)
 
-    def cut(x):  # [..., M] -> [chunks, ..., size]
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
-        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
+    def cut(x):  # [M, ...] -> [parts, size, ...]
+        x = jnp.pad(x, [(0, parts * size - slots)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(parts, size, *x.shape[1:])
 
-    @jax.checkpoint
+    def rows(x):  # [H, M] -> [parts, size, H]
+        # In memory too: XLA:CPU takes up to twice as long for a product with a transposed operand.
+        return cut(lax.optimization_barrier(x.T))
+
     def one(part):
         states, label, taught = part
-        logits = jnp.matmul(output, states, preferred_element_type=jnp.float32)
-        total = jax.nn.logsumexp(logits, axis=0)
-        at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[None], axis=0)[0]
+        logits = jnp.matmul(states, output.T, preferred_element_type=jnp.float32)  # [size, V]
+        total = jax.nn.logsumexp(logits, axis=1)
+        at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[:, None], axis=1)[:, 0]
         label_logp = at_label - total
-        hit = lax.stop_gradient(at_label >= logits.max(axis=0)).astype(jnp.float32)
+        hit = lax.stop_gradient(at_label >= logits.max(axis=1)).astype(jnp.float32)
         if loss.kind == "ce":
             return Slots(-label_logp, label_logp, hit)
-        wanted = jnp.matmul(teacher_output, taught, preferred_element_type=jnp.float32)
+        wanted = jnp.matmul(taught, teacher_output.T, preferred_element_type=jnp.float32)
         if loss.teacher_top_k:
-            least = top_k(wanted, min(loss.teacher_top_k, wanted.shape[0]))[0][:, -1]
+            least = lax.top_k(wanted, min(loss.teacher_top_k, wanted.shape[1]))[0][:, -1:]
             wanted = jnp.where(wanted >= least, wanted, -jnp.inf)
-        wanted = lax.stop_gradient(jax.nn.log_softmax(wanted, axis=0))
-        logps = logits - total
+        wanted = lax.stop_gradient(jax.nn.log_softmax(wanted, axis=1))
+        logps = logits - total[:, None]
         if loss.kind == "fkl":
             p = jnp.exp(wanted)
             terms = p * (jnp.where(p > 0, wanted, 0) - logps)
         else:
             # Outside the teacher's top tokens its probability is a floor, else the divergence would be infinite.
             terms = jnp.exp(logps) * (logps - jnp.maximum(wanted, -20.0))
-        return Slots(terms.sum(axis=0), label_logp, hit)
+        return Slots(terms.sum(axis=1), label_logp, hit)
 
-    taught = cut(hidden if teacher is None else teacher)
-    parts = lax.map(one, (cut(hidden), cut(labels), taught))
-    return Slots(*(x.reshape(-1)[:slots] for x in parts))
+    if parts > 1:
+        one = jax.checkpoint(one)
+    taught = rows(hidden if teacher is None else teacher)
+    found = lax.map(one, (rows(hidden), cut(labels), taught))
+    return Slots(*(x.reshape(-1)[:slots] for x in found))
 
 
 def slot_weights(

@@ -8,10 +8,10 @@ import pytest
 from tiny_target import write_target
 
 import jspec
-from jspec.train.__main__ import trainer
 from jspec.train.data import BatchConfig
 from jspec.train.loop import OptimConfig
 from jspec.train.options import HeadOptions, TrainOptions, parse
+from jspec.train.stages import open_run
 from jspec.train.text import Library, Written
 
 LENGTH, START, TEXTS, HELD_OUT = 16, 4, 8, 3
@@ -55,27 +55,27 @@ def test_what_is_trained_on_and_what_is_held_out(target, tmp_path):
         batch=BatchConfig(texts=1, anchors=2, lengths=(LENGTH,)),
         optim=OPTIM,
     )
-    trained, drafts, held_out = own(trainer(options, target))
+    trained, drafts, held_out = own(open_run(options, target))
     ours = set(range(10, 10 + TEXTS))
     assert trained <= ours and len(trained) == TEXTS - HELD_OUT
     assert len(held_out) == 2 and set(held_out) < ours - trained
     assert set(drafts) >= trained and not set(drafts) & set(held_out)  # the rest are ties: 0, 1, ..
 
     few = dataclasses.replace(options, run=str(tmp_path / "few"), max_texts=2)
-    trained_on_few, drafts_of_few, same = own(trainer(few, target))
+    trained_on_few, drafts_of_few, same = own(open_run(few, target))
     assert trained_on_few == set(sorted(trained)[:2])
     assert trained_on_few == {token for token in drafts_of_few if token >= 10}
     assert same == held_out
     many = dataclasses.replace(few, run=str(tmp_path / "many"), max_texts=99)
-    assert own(trainer(many, target))[0] == trained
+    assert own(open_run(many, target))[0] == trained
 
     second = library(tmp_path / "second", target, 30)
     both = dataclasses.replace(options, run=str(tmp_path / "both"), also=(second,))
-    assert len(own(trainer(both, target))[0]) == 2 * TEXTS - HELD_OUT
+    assert len(own(open_run(both, target))[0]) == 2 * TEXTS - HELD_OUT
     with pytest.raises(ValueError, match=r"holds a run of another config \(texts differ\)"):
-        trainer(dataclasses.replace(both, run=options.run), target)
+        open_run(dataclasses.replace(both, run=options.run), target)
     with pytest.raises(ValueError, match=r"holds a run of another config \(max_texts differ\)"):
-        trainer(dataclasses.replace(few, max_texts=3), target)
+        open_run(dataclasses.replace(few, max_texts=3), target)
 
 
 def test_the_options_of_the_texts():
