@@ -4,13 +4,14 @@ Native: the weights in ``params/``, by orbax, as training holds them. Published:
 DFlash's heads are published. A folder is written whole or not at all.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     return config, head
 
 
-def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
+def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
     """Writes a head in the native format; a head that is there already is replaced.
 
     Args:
@@ -122,11 +123,15 @@ def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((path / "params").absolute(), head)
 
-    _write(folder, config, jnp.dtype(head["fc"].dtype).name, write)
+    _write(Path(folder), config, jnp.dtype(head["fc"].dtype).name, write)
 
 
 def export_head(
-    folder: Path, config: HeadConfig, head: Mapping[str, Any], dtype: DTypeLike = jnp.bfloat16
+    folder: str | Path,
+    config: HeadConfig,
+    head: Mapping[str, Any],
+    dtype: DTypeLike = jnp.bfloat16,
+    card: str | None = None,
 ) -> None:
     """Writes a head in the published layout; see ``save_head``.
 
@@ -135,6 +140,7 @@ def export_head(
       config: the head's.
       head: see ``jspec.heads.parallel``.
       dtype: of the weights in the file.
+      card: what the README.md beside it says; None: there is none.
     """
     head = _own(config, head)
 
@@ -144,8 +150,10 @@ def export_head(
     def write(path):
         tensors = jax.tree.map(cast, to_tensors(config, head))
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        if card is not None:
+            (path / "README.md").write_text(card, encoding="utf-8")
 
-    _write(folder, config, jnp.dtype(dtype).name, write)
+    _write(Path(folder), config, jnp.dtype(dtype).name, write)
 
 
 def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
@@ -180,24 +188,34 @@ def _own(config, head):
     return head
 
 
-def _restore(path, config):
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while orbax reads is one line about ``path``.
+
+    Raises:
+      HeadError: instead of any other error.
+    """
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = _by_name(checkpointer.metadata(path.absolute()).item_metadata.tree)
-            _check_shapes(stored, config, f"the weights in {path}")
-            # Here, and not where it was written: that may have been another kind of machine.
-            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            names, tree = jax.tree.flatten(_names(_wanted(config)))
-            wanted = [
-                jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype, sharding=device)
-                for name in names
-            ]
-            return checkpointer.restore(path.absolute(), tree.unflatten(wanted))
+        yield
     except HeadError:
         raise
     except Exception as error:  # of many kinds, orbax's and those of the storage below it
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise HeadError(f"the weights in {path} cannot be read: {reason}") from None
+
+
+def _restore(path, config):
+    with readable(path), ocp.StandardCheckpointer() as checkpointer:
+        stored = _by_name(checkpointer.metadata(path.absolute()).item_metadata.tree)
+        _check_shapes(stored, config, f"the weights in {path}")
+        # Here, and not where it was written: that may have been another kind of machine.
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        names, tree = jax.tree.flatten(_names(_wanted(config)))
+        wanted = [
+            jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype, sharding=device)
+            for name in names
+        ]
+        return checkpointer.restore(path.absolute(), tree.unflatten(wanted))
 
 
 def _wanted(config):

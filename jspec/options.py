@@ -103,11 +103,17 @@ class Options:
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """A parser whose errors are ``ValueError``s of one line."""
+    """A parser whose errors are ``ValueError``s of one line.
+
+    Attributes:
+      dash: what flags have where names have underscores.
+    """
+
+    dash = "-"
 
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         """Raises the error."""
-        raise ValueError(one_line(message))
+        raise ValueError(one_line(message, self.dash))
 
 
 _load_yaml = jsonargparse.get_loader("yaml")
@@ -178,6 +184,7 @@ _KINDS = {
     "<class 'int'>": "a whole number",
     "<class 'float'>": "a finite number",
     "<class 'str'>": "text",
+    "<class 'tuple'>": "a list",
 }
 
 
@@ -185,13 +192,22 @@ _KINDS = {
 _NO_LIST = ("does not support item assignment", "is not iterable", "changed size during iteration")
 
 
-def one_line(message: str) -> str:
-    """jsonargparse's message, in one line and in the words of the command line."""
+def one_line(message: str, dash: str = "-") -> str:
+    """jsonargparse's message, in one line and in the words of the command line.
+
+    Args:
+      message: what it says.
+      dash: see ``Parser``.
+    """
     line = " ".join(message.split())
     if any(says in line for says in _NO_LIST):
         return "in a config file, prompt and stop must be lists"
-    if key := re.fullmatch(r'Parser key "(\w+)":? (.*)', line):
-        line = f"{_flag(key[1])}: {key[2]}"
+    if key := re.fullmatch(r'Parser key "([\w.]+)":? (.*)', line):
+        line = f"--{key[1].replace('_', dash)}: {key[2]}"
+    # X | None: what is said of X, but for the value
+    union = r"(.*) Does not validate .* Errors: - (Expected a .*?) - .* Given value: (.*)"
+    if either := re.fullmatch(union, line):
+        line = f"{either[1]} {either[2]}. Got value: {either[3]}"
     if kind := re.fullmatch(r"(.*) Expected a (.*)\. Got value: (.*)", line):
         choices = ", ".join(re.findall(r"'([^']+)'", kind[2]))
         wanted = _KINDS.get(kind[2]) or f"one of {choices}"

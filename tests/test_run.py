@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,6 +217,31 @@ def test_a_head_that_does_not_fit(folder, head, tiny_model, tmp_path, capsys):
     assert_refused(capsys, ["--target", str(folder), *argv, "--depth", "4"], says)
     other = write_target(tmp_path / "other", tiny_model, seed=1)
     assert_refused(capsys, ["--target", str(other), *argv], "the head was trained on target")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 65}, "target of vocab_size 65, this target's is 64"),
+        ({"num_target_layers": 2}, "target of layer count 2, this target's is 1"),
+        ({"target_layer_ids": [1]}, "taps must be target layers 0..0, got 1"),
+        ({"mask_token_id": 64}, "the mask id must be in the vocabulary 0..63, got 64"),
+        (None, "the weights in "),
+    ],
+    ids=str,
+)
+def test_a_damaged_head(folder, head, tmp_path, capsys, changes, says):
+    shutil.copytree(head, tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    if changes is None:
+        path = path.with_name("model.safetensors")
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        data = json.loads(path.read_text())
+        own = data["dflash_config"] | changes
+        path.write_text(json.dumps(data | changes | {"dflash_config": own}))
+    argv = ["--target", str(folder), "--method", "ddtree", "--head", str(tmp_path / "head")]
+    assert_refused(capsys, argv, says)
 
 
 def test_sampling_with_a_seed(command):

@@ -5,7 +5,7 @@ steps, and a run that was killed goes on from its last checkpoint to the same en
 """
 
 import dataclasses
-import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,14 +19,17 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
 
+from jspec.checkpoint import readable
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import block_hidden, init_head
+from jspec.method import check_range
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.recording import Recording, replay
 from jspec.state import Plan
 from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.features import target_taps, with_taps
+from jspec.train.log import add_row, forget_after
 from jspec.train.losses import LossConfig, block_loss
 
 SCALED_ON = 16  # texts whose taps set the scale of a new head's fusion
@@ -74,10 +77,11 @@ class OptimConfig:
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         for name in ("learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.weight_decay < 0 or not 0 < self.b2 < 1:
-            raise ValueError("weight_decay must be 0 or above, and b2 in (0, 1)")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf or not 0 < self.b2 < 1:
+            raise ValueError("weight_decay must be finite, 0 or above, and b2 in (0, 1)")
+        check_range("seed", self.seed, 0, 1 << 31)
 
 
 class TrainState(NamedTuple):
@@ -290,6 +294,8 @@ class Trainer:
         if taps and (missing := set(head_config.taps) - set(taps)):
             raise ValueError(f"the library does not keep tap {min(missing)}, which the head reads")
         self.batches = Batches(texts, batch, head_config.depth)
+        self.texts = len(texts)
+        self.response_tokens = sum(len(text.tokens) - text.start for text in texts)
         there = taps or head_config.taps
         sample, held = (
             with_taps(target.config, target.params, some, there)
@@ -307,21 +313,12 @@ class Trainer:
         self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
         if (step := self._last.latest_step()) is not None:
             self.state = self._restore(self._last, step)
-        self._trim_log(int(self.state.step))
+        forget_after(folder, int(self.state.step))
 
     def _restore(self, manager: ocp.CheckpointManager, step: int) -> TrainState:
         shape = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
-        return manager.restore(step, args=ocp.args.StandardRestore(shape))
-
-    def _trim_log(self, step: int) -> None:
-        """Forgets what was logged after the checkpoint: it comes again."""
-        path = self.folder / "log.jsonl"
-        if path.exists():
-            rows = [
-                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
-            ]
-            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-            path.write_text("".join(kept))
+        with readable(Path(manager.directory) / str(step)):
+            return manager.restore(step, args=ocp.args.StandardRestore(shape))
 
     def run(
         self,
@@ -352,10 +349,10 @@ class Trainer:
             said.append(numbers)
             tick()
             if (step + 1) % self.optim.eval_every == 0 or step + 1 == self.optim.steps:
+                jax.block_until_ready(said)  # steps are dispatched long before they are done
                 row = summary(step + 1, said, time.perf_counter() - start)
                 row |= self.evaluate()
-                with (self.folder / "log.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                add_row(self.folder, row)
                 say(row)
                 self._keep(step + 1, row)
                 said, start = [], time.perf_counter()
@@ -371,21 +368,29 @@ class Trainer:
         found = row[next(iter(self.plans))]
         if found > float(self.state.best):
             self.state = self.state._replace(best=jnp.float32(found))
-            self._best.save(step, args=ocp.args.StandardSave(self.state), force=True)
-            self._best.wait_until_finished()
-        self._last.save(step, args=ocp.args.StandardSave(self.state), force=True)
-        self._last.wait_until_finished()
+            self._save(self._best, step)
+        self._save(self._last, step)
 
-    def best_head(self) -> dict[str, Any]:
-        """The weights with the best held-out acceptance so far.
+    def _save(self, manager: ocp.CheckpointManager, step: int) -> None:
+        if step in manager.all_steps():
+            return  # a kill after this one and before the other: what is there is the same
+        manager.save(step, args=ocp.args.StandardSave(self.state), force=True)
+        manager.wait_until_finished()
+
+    @property
+    def best_step(self) -> int:
+        """The step of the checkpoint with the best held-out acceptance so far.
 
         Raises:
           ValueError: there is no checkpoint yet.
         """
-        step = self._best.latest_step()
-        if step is None:
+        if (step := self._best.latest_step()) is None:
             raise ValueError(f"{self.folder} has no checkpoint yet")
-        return self._restore(self._best, step).head
+        return step
+
+    def best_head(self) -> dict[str, Any]:
+        """The weights of ``best_step``."""
+        return self._restore(self._best, self.best_step).head
 
 
 def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:

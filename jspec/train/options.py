@@ -24,7 +24,7 @@ class HeadOptions:
       causal: JetSpec's in-block mask; false: DFlash's.
       block_size: slots, the root included.
       num_layers: of the head.
-      taps: target layers it reads; (): five, spread evenly.
+      taps: target layers it reads; (): five, or fewer of a small target, spread evenly.
       mask_token: whose embedding the drafted slots carry: a special token that the target's texts do not use.
       draft_vocab_size: the most frequent tokens of the training text; null: all tokens.
 
@@ -67,7 +67,7 @@ class TrainOptions:
       optim: how.
 
     Raises:
-      ValueError: a number out of range.
+      ValueError: an empty name, or a number out of range.
     """
 
     target: str = DEFAULT_TARGET
@@ -86,8 +86,26 @@ class TrainOptions:
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
 
     def __post_init__(self):
+        for name in ("target", "library", "run"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
         if self.max_texts is not None and self.max_texts < 1:
             raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
+
+
+class _Parser(Parser):
+    dash = "_"
+
+
+def _check(name, value, default):
+    """Raises ValueError for what jsonargparse lets pass: no mapping for a group, and null."""
+    if dataclasses.is_dataclass(default):
+        if not isinstance(value, jsonargparse.Namespace):
+            raise ValueError(f"--{name} must be a mapping of options, got {value!r}")
+        for field in dataclasses.fields(default):
+            _check(f"{name}.{field.name}", value[field.name], getattr(default, field.name))
+    elif value is None and default is not None:
+        raise ValueError(f"--{name} must not be null: leave it out")
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, ...]]:
@@ -96,7 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     Raises:
       ValueError: an unknown option or stage, or a value that is out of range.
     """
-    parser = Parser(
+    parser = _Parser(
         prog="python -m jspec.train",
         description="Trains a draft head: the target writes text, the head learns to foresee it.",
         allow_abbrev=False,
@@ -105,7 +123,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_class_arguments(TrainOptions)
     try:
-        chosen = parser.instantiate(parser.parse_args(argv))
+        given = parser.parse_args(argv)
+        for field in dataclasses.fields(TrainOptions):
+            _check(field.name, given[field.name], getattr(TrainOptions(), field.name))
+        chosen = parser.instantiate(given)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
     stages = tuple(chosen.stages)

@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.benches import Prompt, user_turn
 from jspec.driver import Stream
-from jspec.method import Method, MethodState, Needs
+from jspec.method import Method, MethodState, Needs, check_range
 from jspec.methods import ar
+from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.sampling import Sampling
 from jspec.state import Plan
@@ -75,9 +76,10 @@ class TextConfig:
 
     def __post_init__(self):
         least = {"turns": 0, "turn_tokens": 1, "max_new_tokens": 2, "max_prompt_tokens": 1}
-        for name, low in (least | {"count": 1, "batch": 1, "shard": 1, "seed": 0}).items():
+        for name, low in (least | {"count": 1, "batch": 1, "shard": 1}).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be {low} or above, got {getattr(self, name)}")
+        check_range("seed", self.seed, 0, 1 << 31)
         for name in ("systems", "temperatures"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
@@ -256,7 +258,7 @@ class Library:
         wanted = json.loads(json.dumps(wanted | {"taps": taps}))
         path = self.folder / "text.json"
         if path.exists():
-            there = json.loads(path.read_text())
+            there = read_json(path)
             if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
                 raise ValueError(
                     f"{self.folder} holds text of another config ({', '.join(changed)} differ): "
@@ -316,7 +318,10 @@ def gather_prompts(
             last = min(first + config.shard, config.turns)
             texts = write_turns(target, config, first, last, progress)
             put(path, lambda f, texts=texts: f.write(json.dumps(texts).encode()))
-        turns += json.loads(path.read_text())
+        try:
+            turns += json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
     unique = list(dict.fromkeys(turns))
     prompts = [user_turn(f"turn/{i}", text) for i, text in enumerate(unique)] + list(given)
     return [ids for _, ids in in_order(target, config, prompts)]
@@ -328,6 +333,11 @@ def in_order(
     """The prompts that are short enough, and their ids, in a seeded order; at most ``config.count``."""
     encoded = ((prompt, encode_prompt(target, prompt)) for prompt in prompts)
     short = [one for one in encoded if len(one[1]) <= config.max_prompt_tokens]
+    if not short:
+        raise ValueError(
+            "there is nothing to answer: no user turn came to an end within turn_tokens "
+            f"({config.turn_tokens}), no given prompt has up to {config.max_prompt_tokens} tokens"
+        )
     order = np.random.default_rng(config.seed).permutation(len(short))[: config.count]
     return [short[i] for i in order]
 
