@@ -2,15 +2,16 @@
 
 From text to text: ``load``, ``generate_text``. The steps of a round: ``propose``, ``verify``, ``judge``, ``commit``,
 ``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
-``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head ``jetspec(...)``, ``dflash(...)``,
-``ddtree(...)``; or a ``Method`` of your own.
+``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
+``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
+``draft_table``; or a ``Method`` of your own.
 """
 
 __version__ = "0.1.0"
 
 from jspec.acceptance import accept
 from jspec.benches import Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, load_head
+from jspec.checkpoint import Head, export_head, load_head, save_head
 from jspec.comparison import Comparison
 from jspec.decode import (
     absorb,
@@ -26,6 +27,8 @@ from jspec.device import keep_compilations, pick_accelerator
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
+from jspec.heads.config import HeadConfig, HeadError, config_for, spread_taps
+from jspec.heads.parallel import DraftTable, draft_table, init_head
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
 from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, seed_table, token_recycling
 from jspec.models.fetch import FetchError
@@ -38,6 +41,7 @@ from jspec.report import summarize
 from jspec.sampling import Sampling
 from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state
 from jspec.stopping import stop_table
+from jspec.tables import best_first_tree, chain_tree, exact_tree
 from jspec.text import (
     Answer,
     default_method,
@@ -74,11 +78,14 @@ __all__ = [
     "Comparison",
     "DecodeState",
     "Difference",
+    "DraftTable",
     "Event",
     "FetchError",
     "Finished",
     "Frontier",
     "Head",
+    "HeadConfig",
+    "HeadError",
     "KVCache",
     "Memory",
     "Method",
@@ -103,23 +110,30 @@ __all__ = [
     "ancestors",
     "ar",
     "assemble",
+    "best_first_tree",
     "capacity_for",
+    "chain_tree",
     "check",
     "commit",
     "compact",
+    "config_for",
     "ddtree",
     "decode_all",
     "decode_round",
     "default_method",
     "dflash",
+    "draft_table",
     "draw_svg",
     "draw_text",
     "encode_prompt",
+    "exact_tree",
+    "export_head",
     "first_difference",
     "from_paths",
     "generate",
     "generate_text",
     "grow",
+    "init_head",
     "jetspec",
     "judge",
     "keep_compilations",
@@ -140,9 +154,11 @@ __all__ = [
     "replay",
     "root_only",
     "row_bucket",
+    "save_head",
     "seed_table",
     "select",
     "shown_text",
+    "spread_taps",
     "stop_table",
     "stream",
     "summarize",

@@ -20,6 +20,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     text: str | None = None
     where: str = dataclasses.field(default="", compare=False)  # it was read: file and line
+    answer: str | None = None  # somebody's, where the file has one
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt's token ids.
@@ -123,8 +124,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """The prompts in a file of JSON lines.
 
     Each line is an object with an "id" (its line number if left out) and one of "prompt" (a user
-    turn), "messages" (a list of {"role", "content"}) or "text" (raw, no template). Blank lines are
-    skipped.
+    turn), "messages" (a list of {"role", "content"}) or "text" (raw, no template). An "answer" is
+    kept if it is a text. Blank lines are skipped.
 
     Raises:
       ValueError: a file that cannot be read or has no prompts, or a malformed line, by its number.
@@ -139,10 +140,13 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             continue
         where = f"{path}, line {number}"
         try:
-            prompt = _parse(json.loads(line.decode("utf-8")), number)
+            row = json.loads(line.decode("utf-8"))
+            prompt = _parse(row, number)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: {error}") from None
-        prompts.append(dataclasses.replace(prompt, where=where))
+        answer = row.get("answer")
+        answer = answer if is_text(answer) else None
+        prompts.append(dataclasses.replace(prompt, where=where, answer=answer))
     if not prompts:
         raise ValueError(f"{path} has no prompts")
     return prompts

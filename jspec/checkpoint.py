@@ -4,13 +4,14 @@ Native: the weights in ``params/``, by orbax, as training holds them. Published:
 DFlash's heads are published. A folder is written whole or not at all.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,22 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     return Head(config, params, str(name_or_path), fingerprint)
 
 
+def shipped_head(target: Target, causal: bool) -> str | None:
+    """The name of a shipped head that was trained on a target; None where there is none.
+
+    Args:
+      target: compared by fingerprint.
+      causal: which kind is taken where there are both.
+    """
+    fitting = {}
+    for name in _shipped():
+        with as_head_error():
+            config = config_from_json(read_json(SHIPPED / name / "config.json"))
+        if config.target_fingerprint == target.fingerprint:
+            fitting.setdefault(config.causal, name)
+    return fitting.get(causal, fitting.get(not causal))
+
+
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     """Config and arrays of a head in a folder, in the dtype in which they are stored.
 
@@ -89,7 +106,7 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     return config, head
 
 
-def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
+def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
     """Writes a head in the native format; a head that is there already is replaced.
 
     Args:
@@ -106,11 +123,15 @@ def save_head(folder: Path, config: HeadConfig, head: Mapping[str, Any]) -> None
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((path / "params").absolute(), head)
 
-    _write(folder, config, jnp.dtype(head["fc"].dtype).name, write)
+    _write(Path(folder), config, jnp.dtype(head["fc"].dtype).name, write)
 
 
 def export_head(
-    folder: Path, config: HeadConfig, head: Mapping[str, Any], dtype: DTypeLike = jnp.bfloat16
+    folder: str | Path,
+    config: HeadConfig,
+    head: Mapping[str, Any],
+    dtype: DTypeLike = jnp.bfloat16,
+    card: str | None = None,
 ) -> None:
     """Writes a head in the published layout; see ``save_head``.
 
@@ -119,6 +140,7 @@ def export_head(
       config: the head's.
       head: see ``jspec.heads.parallel``.
       dtype: of the weights in the file.
+      card: what the README.md beside it says; None: there is none.
     """
     head = _own(config, head)
 
@@ -128,8 +150,10 @@ def export_head(
     def write(path):
         tensors = jax.tree.map(cast, to_tensors(config, head))
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        if card is not None:
+            (path / "README.md").write_text(card, encoding="utf-8")
 
-    _write(folder, config, jnp.dtype(dtype).name, write)
+    _write(Path(folder), config, jnp.dtype(dtype).name, write)
 
 
 def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
@@ -140,8 +164,12 @@ def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _shipped():
+    return sorted(path.name for path in SHIPPED.glob("*/"))
+
+
 def _locate(name):
-    names = sorted(path.name for path in SHIPPED.glob("*/"))
+    names = _shipped()
     if name in names:
         return SHIPPED / name
     try:
@@ -160,24 +188,34 @@ def _own(config, head):
     return head
 
 
-def _restore(path, config):
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while orbax reads is one line about ``path``.
+
+    Raises:
+      HeadError: instead of any other error.
+    """
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = _by_name(checkpointer.metadata(path.absolute()).item_metadata.tree)
-            _check_shapes(stored, config, f"the weights in {path}")
-            # Here, and not where it was written: that may have been another kind of machine.
-            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            names, tree = jax.tree.flatten(_names(_wanted(config)))
-            wanted = [
-                jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype, sharding=device)
-                for name in names
-            ]
-            return checkpointer.restore(path.absolute(), tree.unflatten(wanted))
+        yield
     except HeadError:
         raise
     except Exception as error:  # of many kinds, orbax's and those of the storage below it
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise HeadError(f"the weights in {path} cannot be read: {reason}") from None
+
+
+def _restore(path, config):
+    with readable(path), ocp.StandardCheckpointer() as checkpointer:
+        stored = _by_name(checkpointer.metadata(path.absolute()).item_metadata.tree)
+        _check_shapes(stored, config, f"the weights in {path}")
+        # Here, and not where it was written: that may have been another kind of machine.
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        names, tree = jax.tree.flatten(_names(_wanted(config)))
+        wanted = [
+            jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype, sharding=device)
+            for name in names
+        ]
+        return checkpointer.restore(path.absolute(), tree.unflatten(wanted))
 
 
 def _wanted(config):

@@ -11,11 +11,10 @@ import jsonargparse
 import yaml
 
 from jspec.benches import BENCHES, is_text
-from jspec.device import Accel
+from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
 
 Switch = Literal["on", "off"]
-Dtype = Literal["auto", "fp32", "bf16"]
 Attention = Literal["auto", "xla", "pallas"]
 MAX_BATCH = 1024
 ONE_DEVICE = "data=1,model=1"
@@ -37,9 +36,15 @@ class Options:
     attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
     mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
     method: Annotated[
-        str, "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree"
-    ] = "prompt_lookup"
-    head: Annotated[str | None, "a draft head's directory, for jetspec, dflash and ddtree"] = None
+        str | None,
+        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree; "
+        "default: jetspec if there is a head for it, else prompt_lookup",
+    ] = None
+    head: Annotated[
+        str | None,
+        "of jetspec, dflash and ddtree: a shipped draft head's name or a head's directory; "
+        "default: the shipped one that was trained on the target",
+    ] = None
     budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
@@ -98,11 +103,17 @@ class Options:
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """A parser whose errors are ``ValueError``s of one line."""
+    """A parser whose errors are ``ValueError``s of one line.
+
+    Attributes:
+      dash: what flags have where names have underscores.
+    """
+
+    dash = "-"
 
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         """Raises the error."""
-        raise ValueError(one_line(message))
+        raise ValueError(one_line(message, self.dash))
 
 
 _load_yaml = jsonargparse.get_loader("yaml")
@@ -173,6 +184,7 @@ _KINDS = {
     "<class 'int'>": "a whole number",
     "<class 'float'>": "a finite number",
     "<class 'str'>": "text",
+    "<class 'tuple'>": "a list",
 }
 
 
@@ -180,13 +192,22 @@ _KINDS = {
 _NO_LIST = ("does not support item assignment", "is not iterable", "changed size during iteration")
 
 
-def one_line(message: str) -> str:
-    """jsonargparse's message, in one line and in the words of the command line."""
+def one_line(message: str, dash: str = "-") -> str:
+    """jsonargparse's message, in one line and in the words of the command line.
+
+    Args:
+      message: what it says.
+      dash: see ``Parser``.
+    """
     line = " ".join(message.split())
     if any(says in line for says in _NO_LIST):
         return "in a config file, prompt and stop must be lists"
-    if key := re.fullmatch(r'Parser key "(\w+)":? (.*)', line):
-        line = f"{_flag(key[1])}: {key[2]}"
+    if key := re.fullmatch(r'Parser key "([\w.]+)":? (.*)', line):
+        line = f"--{key[1].replace('_', dash)}: {key[2]}"
+    # X | None: what is said of X, but for the value
+    union = r"(.*) Does not validate .* Errors: - (Expected a .*?) - .* Given value: (.*)"
+    if either := re.fullmatch(union, line):
+        line = f"{either[1]} {either[2]}. Got value: {either[3]}"
     if kind := re.fullmatch(r"(.*) Expected a (.*)\. Got value: (.*)", line):
         choices = ", ".join(re.findall(r"'([^']+)'", kind[2]))
         wanted = _KINDS.get(kind[2]) or f"one of {choices}"

@@ -1,5 +1,6 @@
 """``python -m jspec.run``: decodes prompts, streams the text, and says how fast and how exact it was."""
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,17 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, load_head
+from jspec.checkpoint import Head, load_head, shipped_head
 from jspec.comparison import Comparison
 from jspec.decode import decode_round
-from jspec.device import default_dtype, keep_compilations, pick_accelerator
+from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
 from jspec.driver import Event
 from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
@@ -35,11 +35,16 @@ from jspec.report import (
 )
 from jspec.sampling import Sampling
 from jspec.state import Plan, capacity_for, new_state
-from jspec.text import DEFAULT_BUDGET, Typist, encode_prompt, shown_text, target_stops
+from jspec.text import (
+    DEFAULT_BUDGET,
+    HEAD_BUDGET,
+    Typist,
+    encode_prompt,
+    shown_text,
+    target_stops,
+)
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 DRAWN_ROUNDS = 3  # of --tree: those in which something was drafted
-HEAD_BUDGET = 8
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
 
@@ -115,13 +120,15 @@ def prepare(options: Options) -> Job:
     """
     if options.json is not None:
         check_writable(Path(options.json))
-    factory = find_method(options)
+    if options.method is not None:
+        find_method(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     prompts = read_all(options)
     pick_accelerator(options.accel)
     keep_compilations()
-    dtype = default_dtype() if options.dtype == "auto" else DTYPES[options.dtype]
-    target = load_target(options.target, dtype)
+    target = load_target(options.target, weights_dtype(options.dtype))
+    options = choose(options, target)
+    factory = find_method(options)
     head = load_head(options.head, target) if factory.headed else None
     method = factory.make(head.config) if head else factory.make()
     attention = None if options.attention == "auto" else options.attention
@@ -129,6 +136,27 @@ def prepare(options: Options) -> Job:
     ids = [encode_prompt(target, prompt) for prompt in prompts]
     capacity_for(plan, max(map(len, ids)) + options.max_new_tokens)
     return Job(options, target, head, plan, prompts, ids, target_stops(target, options.stop))
+
+
+def choose(options: Options, target: Target) -> Options:
+    """The options with a method, and a head for one that has a head: where they name none, what suits the target.
+
+    Raises:
+      ValueError: a method that has a head, and none is given or shipped.
+    """
+    method = options.method
+    if method is None:
+        headed = options.head is not None or shipped_head(target, causal=True) is not None
+        method = "jetspec" if headed else "prompt_lookup"
+    head = options.head
+    if head is None and METHODS[method].headed:
+        head = shipped_head(target, causal=method == "jetspec")
+        if head is None:
+            raise ValueError(
+                f"--method {method} drafts with a head, and none is shipped for this target: "
+                "give one with --head"
+            )
+    return dataclasses.replace(options, method=method, head=head)
 
 
 def find_method(options: Options) -> Factory:
@@ -140,8 +168,6 @@ def find_method(options: Options) -> Factory:
     if options.method not in METHODS:
         raise ValueError(f"no method {options.method!r}: there are {', '.join(METHODS)}")
     factory = METHODS[options.method]
-    if factory.headed and options.head is None:
-        raise ValueError(f"--method {options.method} drafts with a head: give one with --head")
     if not factory.headed and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
     budget = factory.budget if options.budget is None else options.budget

@@ -8,16 +8,19 @@ from jaxtyping import Int32
 
 from jspec.attention import Implementation
 from jspec.benches import Prompt, is_message, is_text, user_turn
+from jspec.checkpoint import Head
 from jspec.driver import Finished, decode_all
 from jspec.method import Memory, Method
-from jspec.methods import prompt_lookup
+from jspec.methods import jetspec, prompt_lookup
 from jspec.models.load import Target
 from jspec.models.tokenizer import Message
 from jspec.sampling import Sampling
 from jspec.state import Plan
 from jspec.stopping import cut_at, stop_table
 
+# Nodes of a tree where the user names no number.
 DEFAULT_BUDGET = 4  # the best of 4, 16 and 64 on two cores (experiments/baselines)
+HEAD_BUDGET = 8  # of methods with a head; to be replaced by the best one in experiments/jetspec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Answer:
     finished: Finished
 
 
-def default_method() -> Method:
-    """The best shipped method that needs no training."""
-    return prompt_lookup(DEFAULT_BUDGET)
+def default_method(head: Head | None = None) -> Method:
+    """JetSpec with a head; without one the best method that needs no training."""
+    return prompt_lookup(DEFAULT_BUDGET) if head is None else jetspec(head.config, HEAD_BUDGET)
 
 
 def generate_text(
@@ -45,6 +48,7 @@ def generate_text(
     prompts: str | Prompt | Sequence[str | Prompt | Message | Sequence[Message]],
     method: Method | None = None,
     *,
+    head: Head | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -62,7 +66,8 @@ def generate_text(
       target: of ``jspec.load``.
       prompts: one prompt or a sequence of them. A prompt is a user's message, a list of messages
         ``{"role", "content"}``, or a ``Prompt``, which can hold raw text too.
-      method: who drafts; default: ``default_method()``.
+      method: who drafts; default: ``default_method(head)``.
+      head: of ``jspec.load_head``, for a method that has one; none is taken by default.
       temperature: 0 takes the likeliest token.
       top_p: see ``Sampling``, as for the other filters.
       top_k: 0 is off.
@@ -81,14 +86,15 @@ def generate_text(
       ValueError: an argument out of range, what is no prompt, or one that does not fit the target's context.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    plan = Plan(target.config, method or default_method(), sampling, attention=attention)
+    plan = Plan(target.config, method or default_method(head), sampling, attention=attention)
+    params = {"target": target.params} | ({} if head is None else {"head": head.params})
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(map(is_text, stop)):
         raise ValueError(f"stop must be texts, got {stop!r}")
     asked = _as_prompts(prompts)
     done, _ = decode_all(
         plan,
-        {"target": target.params},
+        params,
         [encode_prompt(target, prompt) for prompt in asked],
         max_new_tokens=max_new_tokens,
         batch=batch,

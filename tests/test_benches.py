@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -59,8 +60,8 @@ def test_a_file_of_prompts(tmp_path):
     rows = [
         {"id": "a", "prompt": "Hi \u2028 there"},
         {"id": 7, "messages": messages},
-        {"text": "raw", "note": "further keys are ignored"},
-        {"id": "empty", "prompt": ""},
+        {"text": "raw", "note": "further keys are ignored", "answer": 42},
+        {"id": "empty", "prompt": "", "answer": "Nothing."},
     ]
     path = tmp_path / "prompts.jsonl"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
@@ -72,7 +73,7 @@ def test_a_file_of_prompts(tmp_path):
             user_turn("a", "Hi \u2028 there"),
             Prompt("7", messages=tuple(messages)),
             Prompt("5", text="raw"),
-            user_turn("empty", ""),
+            dataclasses.replace(user_turn("empty", ""), answer="Nothing."),
         ]
     )
 

@@ -17,7 +17,8 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
-def run_code(target, monkeypatch, capsys):
+def run_code(target, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(jspec, "load", lambda name: {"smollm2-135m": target}[name])
     scope = {}
     for block in blocks("python"):
@@ -30,12 +31,12 @@ def run_code(target, monkeypatch, capsys):
 
 def test_the_code_runs_in_order(tiny_model, tmp_path, monkeypatch, capsys):
     target = jspec.load(write_target(tmp_path, tiny_model))
-    run_code(target, monkeypatch, capsys)
+    run_code(target, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_the_code_runs_as_it_stands(smollm2, monkeypatch, capsys):
-    run_code(smollm2, monkeypatch, capsys)
+def test_the_code_runs_as_it_stands(smollm2, tmp_path, monkeypatch, capsys):
+    run_code(smollm2, tmp_path, monkeypatch, capsys)
 
 
 def test_there_are_two_set_up_commands():

@@ -1,5 +1,7 @@
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from tiny_target import write_target
 
 import jspec
-from jspec import run
+from jspec import checkpoint, run
 from jspec.benches import BENCHES
 from jspec.checkpoint import export_head
 from jspec.heads.config import config_for
@@ -174,12 +176,72 @@ def test_methods_that_have_a_head(command, head, method):
     assert f"{method}, budget 3, head" in " ".join(out.split())
 
 
+def test_the_shipped_head_of_a_target_is_found(
+    command, folder, head, tiny_model, tmp_path, monkeypatch
+):
+    shipped, target = tmp_path / "shipped", jspec.load(folder)
+    shipped.mkdir()
+    monkeypatch.setattr(checkpoint, "SHIPPED", shipped)
+
+    def chosen(*argv, target=target):
+        found = run.choose(parse(list(argv)), target)
+        return found.method, found.head
+
+    def refused(method):
+        with pytest.raises(ValueError, match=f"--method {method} drafts with a head, and none"):
+            chosen("--method", method)
+
+    assert chosen() == ("prompt_lookup", None)
+    refused("jetspec")
+    config, params = checkpoint.read_head(head)
+    export_head(shipped / "b-causal", config, params)
+    assert chosen() == ("jetspec", "b-causal") and chosen("--method", "ar") == ("ar", None)
+    assert chosen("--method", "ddtree") == ("ddtree", "b-causal")
+    export_head(shipped / "a-bidirectional", dataclasses.replace(config, causal=False), params)
+    alien = dataclasses.replace(config, target_fingerprint="0f")
+    export_head(shipped / "a-of-another", alien, params)
+    assert chosen() == ("jetspec", "b-causal")
+    for method in ("dflash", "ddtree"):
+        assert chosen("--method", method) == (method, "a-bidirectional")
+    assert chosen("--head", "elsewhere") == ("jetspec", "elsewhere")
+    other = jspec.load(write_target(tmp_path / "other", tiny_model, seed=1))
+    assert chosen(target=other) == ("prompt_lookup", None)
+    _, report = command("--prompt", "HELLO THERE", "--no-baseline")
+    assert report["method"] == "jetspec" and report["head"] == "b-causal"
+    assert report["head_fingerprint"] == jspec.load_head("b-causal", target).fingerprint
+
+
 def test_a_head_that_does_not_fit(folder, head, tiny_model, tmp_path, capsys):
     argv = ["--method", "jetspec", "--head", str(head)]
     says = "depth must be at most 3, as far as the head drafts, got 4"
     assert_refused(capsys, ["--target", str(folder), *argv, "--depth", "4"], says)
     other = write_target(tmp_path / "other", tiny_model, seed=1)
     assert_refused(capsys, ["--target", str(other), *argv], "the head was trained on target")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 65}, "target of vocab_size 65, this target's is 64"),
+        ({"num_target_layers": 2}, "target of layer count 2, this target's is 1"),
+        ({"target_layer_ids": [1]}, "taps must be target layers 0..0, got 1"),
+        ({"mask_token_id": 64}, "the mask id must be in the vocabulary 0..63, got 64"),
+        (None, "the weights in "),
+    ],
+    ids=str,
+)
+def test_a_damaged_head(folder, head, tmp_path, capsys, changes, says):
+    shutil.copytree(head, tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    if changes is None:
+        path = path.with_name("model.safetensors")
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        data = json.loads(path.read_text())
+        own = data["dflash_config"] | changes
+        path.write_text(json.dumps(data | changes | {"dflash_config": own}))
+    argv = ["--target", str(folder), "--method", "ddtree", "--head", str(tmp_path / "head")]
+    assert_refused(capsys, argv, says)
 
 
 def test_sampling_with_a_seed(command):
@@ -299,8 +361,9 @@ BAD = {
     "a TPU that isn't there": (["--accel", "tpu"], "JAX finds no tpu here: use --accel cpu"),
     "an unknown accelerator": (["--accel", "npu"], "--accel: expected one of auto, cpu, gpu, tpu"),
     "an unknown dtype": (["--dtype", "fp8"], "--dtype: expected one of auto, fp32, bf16, got fp8"),
-    "a head of no use": (["--head", "x"], "--method prompt_lookup has no head: leave --head out"),
-    "no head": (["--method", "jetspec"], "--method jetspec drafts with a head: give one with"),
+    "a head of no use": (["--method", "ar", "--head", "x"], "ar has no head: leave --head out"),
+    "no head": (["--method", "jetspec"], "none is shipped for this target: give one with --head"),
+    "a head and no method": (["--head", "x"], "no head 'x': give "),
     "an unknown head": (["--method", "dflash", "--head", "x"], "no head 'x': give "),
     "a width of a chain": (["--method", "dflash", "--head", "x", "--width", "2"], "no width"),
     "smart": (["--smart", "on"], "--smart on is not there yet: use off"),

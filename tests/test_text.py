@@ -1,6 +1,7 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from drafters import echo
@@ -35,6 +36,21 @@ def test_every_method_gives_the_targets_own_text(target, method, batch, temperat
     assert texts(ours) == texts(plain)
     assert [one.id for one in ours] == ["1", "2", "3", "4"]
     assert all(1 <= len(one.finished.tokens) <= 128 for one in ours)
+
+
+def test_a_head_drafts_where_one_is_given(target):
+    config = jspec.config_for(target.config, mask_token_id=63, taps=(0,), block_size=3)
+    params = jspec.init_head(config, jax.random.key(0))
+    head = jspec.Head(config, params, "new", "0f")
+    assert jspec.default_method(head).name == "jetspec"
+    plain, ours = (
+        jspec.generate_text(target, PROMPTS[:2], method, head=head, max_new_tokens=16)
+        for method in (jspec.ar(), jspec.dflash(config, 3))
+    )
+    assert texts(ours) == texts(plain)
+    assert all(x.finished.verified == 3 * x.finished.rounds for x in ours)  # all were drafted
+    with pytest.raises(ValueError, match='weights of the head that jetspec has, as "head"'):
+        jspec.generate_text(target, PROMPTS, jspec.jetspec(config, 3))
 
 
 def test_the_seed_and_the_filters_reach_the_draws(target, monkeypatch):

@@ -4,8 +4,8 @@
     python -m experiments.jetspec.run speed --heads ...                                 # on a quiet machine
     python -m experiments.jetspec.run report                                            # table and figure
 
-{causal, bidirectional} heads x {chain, jetspec, exact} trees, temperatures 0 and 1. Cells that are in
-``results.jsonl`` are not made again.
+{causal, bidirectional} heads x {chain, jetspec, exact} trees, temperatures 0 and 1, and prompt lookup. Cells that are
+in ``results.jsonl`` are not made again. Token recycling, which can't be replayed, is taken from experiments/baselines.
 """
 
 import argparse
@@ -19,70 +19,67 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.cells import Cells
+from experiments.jetspec.acceptance import (
+    TREES,
+    bare,
+    counts,
+    make_tables,
+    record_bench,
+    replay_tables,
+    tau,
+)
 from jspec.benches import load_bench
 from jspec.checkpoint import load_head
 from jspec.device import device_name, keep_compilations
 from jspec.driver import decode_all
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup
+from jspec.methods import ar, prompt_lookup
 from jspec.models.load import load_target
-from jspec.recording import record, replay
+from jspec.recording import replay
 from jspec.report import markdown_table, ratio_interval
 from jspec.sampling import Sampling
 from jspec.state import Plan
 
 HERE = Path(__file__).parent
+BASELINES = HERE.parent / "baselines"
 BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
 BUDGETS = (8, 16, 32, 64, 128)
 SPEED_BUDGETS = (4, 8, 16)
-TREES = {"chain": dflash, "jetspec": jetspec, "exact": ddtree}
 SAMPLINGS = {"0": Sampling(), "1": Sampling(temperature=1.0)}
 PROMPTS, NEW = 40, 128
 REPEATS, SPEED_NEW = 3, 64
 
 
-def method_of(head, tree, budget):
-    """A method; a chain has one budget, its depth and the root."""
-    if head is None:
-        return prompt_lookup(budget)
-    return TREES[tree](head.config, budget)
-
-
 def acceptance(target, heads, cells):
-    params = {name: {"target": target.params, "head": head.params} for name, head in heads.items()}
     cases = [("prompt_lookup", None, b) for b in BUDGETS]
     for name, head in heads.items():
-        cases += [(name, "chain", head.config.block_size)]
+        cases += [
+            (name, "chain", head.config.block_size)
+        ]  # a chain has one budget: its depth and the root
         cases += [(name, tree, b) for tree in ("jetspec", "exact") for b in BUDGETS]
+    taps = tuple(sorted({tap for head in heads.values() for tap in head.config.taps}))
+    depth = max(BUDGETS) - 1  # of the deepest drafter, prompt lookup
     for temperature, sampling in SAMPLINGS.items():
         for bench in BENCHES:
-            recordings = {}
+            recordings, tables = None, {}
             for name, tree, budget in cases:
                 keys = {"part": "acceptance", "T": temperature, "bench": bench}
                 keys |= {"head": name, "tree": tree, "budget": budget}
                 if cells.has(**keys):
                     continue
-                head = heads.get(name)
-                plan = Plan(target.config, method_of(head, tree, budget), sampling)
-                given = params.get(name, {"target": target.params})
-                taps = plan.method.needs.taps
-                if taps not in recordings:
-                    # The deepest drafter says how far the text must run on.
-                    deepest = Plan(target.config, prompt_lookup(128), sampling)
-                    needs = deepest.method.needs
-                    keeping = deepest.method._replace(
-                        needs=needs.__class__(depth=needs.depth, taps=taps)
-                    )
-                    deepest = Plan(target.config, keeping, sampling)
-                    prompts = [p.encode(target.tokenizer) for p in load_bench(bench, PROMPTS)]
-                    recordings[taps] = record(deepest, given, prompts, max_new_tokens=NEW, batch=16)
-                done = replay(plan, given, recordings[taps], max_new_tokens=NEW)
-                cells.add(
-                    **keys,
-                    emitted=[one.emitted for one in done],
-                    rounds=[one.rounds for one in done],
-                    by_depth=np.sum([one.by_depth for one in done], axis=0).tolist(),
-                    by_rank=np.sum([one.by_rank for one in done], axis=0).tolist(),
-                )
+                if recordings is None:
+                    shape = {"sampling": sampling, "new": NEW, "depth": depth}
+                    recordings = record_bench(target, bench, PROMPTS, taps, **shape)
+                if name in heads:
+                    if name not in tables:
+                        given = (heads[name].config, heads[name].params, target.params)
+                        shape = {"new": NEW, "width": max(BUDGETS) - 1}
+                        tables[name] = make_tables(*given, recordings, taps, **shape)
+                    done = replay_tables(target, recordings, tables[name], tree, budget, new=NEW)
+                else:
+                    plan = Plan(target.config, prompt_lookup(budget))
+                    params = {"target": target.params}
+                    done = replay(plan, params, bare(recordings), max_new_tokens=NEW)
+                cells.add(**keys, **counts(done))
 
 
 def speed(target, heads, cells):
@@ -114,23 +111,32 @@ def speed(target, heads, cells):
             cells.add(part="speed", bench=bench, prompt=number, seconds=medians)
 
 
+def recycled():
+    """Token recycling at temperature 0, by decoding, with a new table a prompt: rows of our kind."""
+    for row in Cells(BASELINES / "results.jsonl").rows:
+        if row.get("method") == "token_recycling cold" and row["part"] == "acceptance":
+            yield row | {"T": "0", "head": "token_recycling*", "tree": None}
+
+
 def report(cells):
     found = [row for row in cells.rows if row["part"] == "acceptance"]
+    found += [row for row in recycled() if row["budget"] in BUDGETS]
     lines = [
         "# JetSpec and DFlash heads on SmolLM2-135M-Instruct",
         "",
         f"Q4_1 weights, computed with in fp32; {device_name()}. Made by `python -m experiments.jetspec.run`.",
         f"Acceptance length by replay, {PROMPTS} prompts a bench, {NEW} new tokens; budgets count the root.",
-        "In brackets: 95 % bootstrap over prompts.",
+        "In brackets: 95 % bootstrap over prompts. token_recycling*: of [experiments/baselines](../baselines), another",
+        "protocol: the first 10 prompts a bench, 64 new tokens, by decoding with a new table a prompt.",
         "",
     ]
+    if (HERE / "ABLATIONS.md").exists():
+        lines += ["What a head's training changes: [ABLATIONS.md](ABLATIONS.md).", ""]
     kinds = list(dict.fromkeys((row["head"], row["tree"], row["budget"]) for row in found))
+    by_key = {(r["T"], r["head"], r["tree"], r["budget"], r["bench"]): r for r in found}
 
     def cell(temperature, kind, bench):
-        head, tree, budget = kind
-        return cells.find(
-            part="acceptance", T=temperature, head=head, tree=tree, budget=budget, bench=bench
-        )
+        return by_key.get((temperature, *kind, bench))
 
     for temperature in SAMPLINGS:
         rows = []
@@ -141,9 +147,8 @@ def report(cells):
             numbers = []
             for one in there:
                 low, high = ratio_interval(one["emitted"], one["rounds"])
-                tau = sum(one["emitted"]) / sum(one["rounds"])
-                numbers.append(f"{tau:.2f} [{low:.2f}, {high:.2f}]")
-            mean = statistics.mean(sum(one["emitted"]) / sum(one["rounds"]) for one in there)
+                numbers.append(f"{tau(one):.2f} [{low:.2f}, {high:.2f}]")
+            mean = statistics.mean(map(tau, there))
             rows.append([f"{kind[0]} {kind[1] or ''}", kind[2], *numbers, mean])
         lines += [f"## Acceptance length, temperature {temperature}", ""]
         lines += [markdown_table(["head and tree", "budget", *BENCHES, "mean"], rows)]
@@ -151,7 +156,7 @@ def report(cells):
     rows = []
     for kind in kinds:
         there = [cell("0", kind, bench) for bench in BENCHES]
-        if not all(there) or kind[2] not in (8, 32):
+        if not all(there) or kind[2] not in (8, 32) or "by_depth" not in there[0]:
             continue
         rounds = sum(sum(one["rounds"]) for one in there)
         depths = np.sum([one["by_depth"][1:8] for one in there], axis=0) / rounds
@@ -202,11 +207,11 @@ def draw(cells, kinds, cell):
     figure, axes = plt.subplots(1, len(BENCHES), figsize=(13, 3.4), sharey=True)
     for axis, bench in zip(axes, BENCHES, strict=True):
         for name in dict.fromkeys(kind[:2] for kind in kinds):
-            points = [
-                (kind[2], sum(one["emitted"]) / sum(one["rounds"]))
+            points = sorted(
+                (kind[2], tau(one))
                 for kind in kinds
                 if kind[:2] == name and (one := cell("0", kind, bench))
-            ]
+            )
             axis.plot(*zip(*points), marker=".", label=f"{name[0]} {name[1] or ''}")
         axis.set(title=bench, xscale="log", xlabel="budget (rows verified)")
         axis.set_xticks(BUDGETS, BUDGETS)

@@ -23,11 +23,11 @@ from jaxtyping import Array, DTypeLike, Float, Int, Key
 from jspec.attention import tree_attention
 from jspec.decode import write_rows
 from jspec.heads.config import HeadConfig
+from jspec.models.products import product
 from jspec.models.transformer import (
     Attend,
     forward,
     output_logits,
-    product,
     rms_norm,
     rope,
     rope_angles,
@@ -85,7 +85,7 @@ class ParallelHead(nnx.Module):
         """Keys (after rope) and values [M, kh, hd] that the tapped states give in each layer."""
         config, eps = self.config.stack, self.config.norm_eps
         cos, sin = rope_angles(config, positions)
-        x = self.fc[...] @ taps.reshape(taps.shape[0], -1).T
+        x = product(self.fc[...], taps.reshape(taps.shape[0], -1).T)
         x = rms_norm(x, self.hidden_norm[...], eps)
         keys, values = [], []
         for layer in self.layers:
@@ -191,6 +191,9 @@ def draft_block(
 ) -> Float[Array, "H M"]:
     """The states that draft ``depth`` tokens after each root: column ``b * depth + i - 1`` is slot i of row b.
 
+    A causal head runs the slots that it needs; to a bidirectional one fewer slots than in training are another input,
+    so it runs its whole block at any depth.
+
     Args:
       config: static.
       head: see ``init_head``.
@@ -204,7 +207,7 @@ def draft_block(
     """
     if not 1 <= depth <= config.depth:
         raise ValueError(f"depth must be in 1..{config.depth}, the head's block, got {depth}")
-    batch, size = roots.shape[0], depth + 1
+    batch, size = roots.shape[0], depth + 1 if config.causal else config.block_size
     positions = cache.length[:, None] + jnp.arange(size)
     visible = [
         jnp.broadcast_to(
@@ -234,7 +237,7 @@ def draft_block(
         positions.reshape(-1),
         attend,
     )
-    return _drafting(hidden, size)
+    return _drafting(hidden, size, depth)
 
 
 def draft_logits(
@@ -259,13 +262,22 @@ def draft_table(
       ValueError: a depth beyond the head's block, a width beyond its vocabulary.
     """
     hidden = draft_block(config, head, target_params, cache, roots, depth)
+    shape = (roots.shape[0], depth, width)
+    return DraftTable(*(x.reshape(shape) for x in best_drafts(head, target_params, hidden, width)))
+
+
+def best_drafts(
+    head: HeadParams, target_params: Mapping[str, Any], hidden: Float[Array, "H M"], width: int
+) -> tuple[Int[Array, "M W"], Float[Array, "M W"]]:
+    """The ``width`` best tokens of each column, and their log-probabilities: see ``DraftTable``.
+
+    Raises:
+      ValueError: a width beyond the head's vocabulary.
+    """
     logits = draft_logits(head, target_params, hidden)
     best, tokens = top_k(logits, width)
     logps = best - jax.nn.logsumexp(logits, axis=0)[:, None]
-    if "draft_ids" in head:
-        tokens = head["draft_ids"][tokens]
-    shape = (roots.shape[0], depth, width)
-    return DraftTable(tokens.reshape(shape), logps.reshape(shape))
+    return head["draft_ids"][tokens] if "draft_ids" in head else tokens, logps
 
 
 def block_hidden(
@@ -309,25 +321,23 @@ def block_hidden(
         if (window := config.windows[layer]) is not None:
             seen = seen & (at > positions[..., None] - window)
         # Axes in the order in which a batched product leaves them: scores are not transposed.
-        outer = jnp.einsum(
-            "bankgh,bskh->bkangs", q, keys[layer], preferred_element_type=jnp.float32
-        )
-        inner = jnp.einsum("bankgh,bamkh->bkangm", q, k, preferred_element_type=jnp.float32)
+        outer = jnp.einsum("bankgh,bskh->bkangs", q, keys[layer])
+        inner = jnp.einsum("bankgh,bamkh->bkangm", q, k)
         outer = jnp.where(seen[:, None, :, :, None], outer, -jnp.inf)
         inner = jnp.where(_within(config, layer, size)[:, None], inner, -jnp.inf)
         top = lax.stop_gradient(jnp.maximum(outer.max(-1), inner.max(-1)))[..., None]
         outer, inner = jnp.exp(outer - top), jnp.exp(inner - top)
         total = outer.sum(-1) + inner.sum(-1)
-        out = jnp.einsum("bkangs,bskh->bkangh", outer.astype(v.dtype), values[layer])
-        out = out + jnp.einsum("bkangm,bamkh->bkangh", inner.astype(v.dtype), v)
-        out = (out / total[..., None]).astype(v.dtype).transpose(0, 2, 3, 1, 4, 5)
+        out = jnp.einsum("bkangs,bskh->bkangh", outer, values[layer])
+        out = out + jnp.einsum("bkangm,bamkh->bkangh", inner, v)
+        out = (out / total[..., None]).transpose(0, 2, 3, 1, 4, 5)
         return out.reshape(-1, config.num_heads, config.head_dim)
 
     roots = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1)
     hidden = module.block(
         target_params["embed"], _block_tokens(config, roots, size), positions.reshape(-1), attend
     )
-    return _drafting(hidden, size)
+    return _drafting(hidden, size, config.depth)
 
 
 def _block_tokens(config, roots, size):
@@ -345,9 +355,10 @@ def _within(config, layer, size):
     return back >= 0 if config.causal else np.ones((size, size), bool)
 
 
-def _drafting(hidden, size):
-    """The columns of all slots but the roots'."""
-    return hidden.reshape(hidden.shape[0], -1, size)[:, :, 1:].reshape(hidden.shape[0], -1)
+def _drafting(hidden, size, depth):
+    """The columns of the first ``depth`` slots after each root."""
+    drafted = hidden.reshape(hidden.shape[0], -1, size)[:, :, 1 : depth + 1]
+    return drafted.reshape(hidden.shape[0], -1)
 
 
 __all__ = [
@@ -355,6 +366,7 @@ __all__ = [
     "HeadCache",
     "HeadParams",
     "ParallelHead",
+    "best_drafts",
     "block_hidden",
     "draft_block",
     "draft_logits",

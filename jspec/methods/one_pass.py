@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+from jspec.device import cache_dtype
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import draft_table, empty_cache, read_context
 from jspec.method import MAX_BUDGET, Method, MethodState, Needs, Proposal, check_range
@@ -25,7 +26,8 @@ def one_pass(
       build: of ``jspec.tables``.
       head_config: of the head: causal or bidirectional.
       budget: most nodes, root included; 1 drafts nothing and is autoregressive decoding.
-      depth: slots drafted, at most; cut to what the budget can hold as a chain. Default: the head's block.
+      depth: slots drafted, at most; cut to what the budget can hold as a chain. Default: the head's block, which a
+        bidirectional head runs whole at any depth.
       width: candidates of a slot, at most.
 
     Raises:
@@ -50,8 +52,10 @@ def _one_pass(name, build, head_config, budget, depth, width):
         return ar()._replace(name=name)
 
     def init(params, batch, capacity, memory):
+        if "head" not in params:
+            raise ValueError(f'params must hold the weights of the head that {name} has, as "head"')
         return MethodState(
-            rows=empty_cache(head_config, batch, capacity, params["head"]["fc"].dtype)
+            rows=empty_cache(head_config, batch, capacity, cache_dtype(params["head"]["fc"].dtype))
         )
 
     def absorb(params, state, tokens, taps, counts):

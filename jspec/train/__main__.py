@@ -8,24 +8,26 @@ export   the best checkpoint becomes a head that ``python -m jspec.run --head`` 
 import sys
 from collections.abc import Sequence
 
-from jspec.device import keep_compilations, pick_accelerator
+import jax
+
+from jspec.device import keep_compilations, pick_accelerator, weights_dtype
 from jspec.models.load import load_target
 from jspec.train.options import STAGES, parse
 from jspec.train.stages import export_trained, train_head, write_library
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status: 0, 2 for an error of the user's or a full disk, 130 when interrupted."""
+    """The command; returns the exit status: 0, 2 for a user's error or a full disk or memory, 130 for Ctrl-C."""
     try:
         options, stages = parse(argv)
         pick_accelerator(options.accel)
         keep_compilations()
-        target = load_target(options.target)
+        target = load_target(options.target, weights_dtype(options.dtype))
         run = {"text": write_library, "head": train_head, "export": export_trained}
         for stage in STAGES:
             if stage in stages:
                 run[stage](options, target)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
         print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

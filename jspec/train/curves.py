@@ -1,14 +1,16 @@
 """The figure of a run: its loss, and the held-out acceptance."""
 
-import json
 from pathlib import Path
 
+import matplotlib
 from matplotlib.figure import Figure  # and not pyplot: in a notebook that is the reader's
+
+from jspec.train.log import read_log
 
 
 def draw_curves(folder: Path) -> Path:
     """Draws ``log.jsonl`` of a run into ``curves.svg`` beside it."""
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    rows = read_log(folder)
     steps = [row["step"] for row in rows]
     figure = Figure(figsize=(13, 3.4))
     losses, lengths, depths = figure.subplots(1, 3)
@@ -26,5 +28,6 @@ def draw_curves(folder: Path) -> Path:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     path = folder / "curves.svg"
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "jspec"}):  # the same log, the same file
+        figure.savefig(path, metadata={"Date": None})
     return path

@@ -4,15 +4,19 @@ Everything about a step follows from the seed and the step's number, so that a r
 never been stopped.
 """
 
+import contextlib
 import dataclasses
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from jspec.method import check_range
+from jspec.models.config import read_json
 
 
 class Text(NamedTuple):
@@ -32,12 +36,10 @@ def read_texts(folder: Path) -> list[Text]:
     out = []
     for path in sorted((folder / "text").glob("*.npz")):
         states = folder / "taps" / f"{path.stem}.npy"
-        try:
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                tokens, lengths, starts = (file[k] for k in ("tokens", "lengths", "starts"))
+        with _readable(path), path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            tokens, lengths, starts = (file[k] for k in ("tokens", "lengths", "starts"))
+        with _readable(states):
             taps = np.load(states, mmap_mode="r", allow_pickle=False) if states.exists() else None
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
         if lengths.sum() != len(tokens) or (taps is not None and len(taps) != (lengths - 1).sum()):
             raise ValueError(f"{path} is damaged: its lengths do not add up")
         ends = np.cumsum(lengths)
@@ -51,15 +53,59 @@ def read_texts(folder: Path) -> list[Text]:
     return out
 
 
-def split(texts: Sequence[Text], held_out: int, seed: int) -> tuple[list[Text], list[Text]]:
-    """Texts for training, and ``held_out`` others.
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def read_libraries(folders: Sequence[Path], target: str) -> tuple[list[Text], tuple[int, ...]]:
+    """The texts of libraries, one after the other, and the taps that all of them keep.
+
+    Args:
+      folders: of the libraries.
+      target: fingerprint of the target that wrote them.
+
+    Raises:
+      ValueError: no library, the same one twice, one of another target or with other taps than the first; and as
+        ``read_texts``.
+    """
+    texts, kept = [], ()
+    for number, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:number]]:
+            raise ValueError(f"{folder} is given twice: its held-out texts would be trained on")
+        try:
+            said = read_json(folder / "text.json")
+            taps = tuple(said["taps"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder} is no library of text: {error}") from None
+        if said.get("target") != target:
+            raise ValueError(
+                f"{folder} was written by target {said.get('target')}, this one is {target}"
+            )
+        if number and taps != kept:
+            raise ValueError(
+                f"{folder} keeps taps {taps}, {folders[0]} keeps {kept}: they must be the same"
+            )
+        kept = taps
+        found = read_texts(folder)
+        if taps and any(text.taps is None for text in found):
+            raise ValueError(f"{folder / 'taps'} lacks the taps of some of the texts")
+        texts += found
+    return texts, kept
+
+
+def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
+    """Texts for training, in order, and ``held_out`` others: the same ones for every run on these texts.
 
     Raises:
       ValueError: not enough texts.
     """
     if held_out >= len(texts):
         raise ValueError(f"held_out must be below the {len(texts)} texts there are, got {held_out}")
-    order = np.random.default_rng(seed).permutation(len(texts))
+    order = np.random.default_rng(0).permutation(len(texts))
     chosen = set(order[:held_out].tolist())
     train = [text for i, text in enumerate(texts) if i not in chosen]
     return train, [texts[i] for i in order[:held_out]]
@@ -88,6 +134,7 @@ class BatchConfig:
         for name in ("texts", "anchors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or above, got {getattr(self, name)}")
+        check_range("seed", self.seed, 0, 1 << 31)
         if (
             not self.lengths
             or sorted(set(self.lengths)) != list(self.lengths)

@@ -1,6 +1,6 @@
 """The target's states of training texts, made while training where they were not kept with the text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
@@ -12,6 +12,8 @@ from jspec.attention import tree_attention
 from jspec.models.config import ModelConfig
 from jspec.models.transformer import forward
 from jspec.train.data import Text
+
+ROWS, WIDTH = 8, 64  # of a pass over whole texts: rows, and what the padded length is a multiple of
 
 
 def target_taps(
@@ -44,20 +46,29 @@ def target_taps(
     return jax.lax.stop_gradient(out.taps).reshape(rows, width, len(taps), -1)
 
 
+def states_of(
+    config: ModelConfig, params: dict, texts: Sequence[Int[np.ndarray, " _"]], taps: tuple[int, ...]
+) -> Iterator[tuple[int, Float[np.ndarray, "_ T H"]]]:
+    """The taps of each text's tokens but the last, with the text's number: texts of similar length in one pass."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for members in (order[i : i + ROWS] for i in range(0, len(order), ROWS)):
+        width = -(-len(texts[members[-1]]) // WIDTH) * WIDTH
+        tokens = np.zeros((ROWS, width), np.int32)
+        for row, i in enumerate(members):
+            tokens[row, : len(texts[i])] = texts[i]
+        made = np.asarray(_taps(config, params, tokens, taps), np.float32)
+        for row, i in enumerate(members):
+            yield i, made[row, : len(texts[i]) - 1].copy()
+
+
 def with_taps(
     config: ModelConfig, params: dict, texts: Sequence[Text], taps: tuple[int, ...]
 ) -> list[Text]:
     """The texts with taps, made here for those that have none."""
-    longest = max((len(text.tokens) for text in texts), default=0)
-    width = -(-longest // 64) * 64  # one shape for all
-    out = []
-    for text in texts:
-        if text.taps is None:
-            tokens = np.zeros((1, width), np.int32)
-            tokens[0, : len(text.tokens)] = text.tokens
-            made = np.asarray(_taps(config, params, tokens, taps)[0], np.float32)
-            text = text._replace(taps=made[: len(text.tokens) - 1])
-        out.append(text)
+    bare = [i for i, text in enumerate(texts) if text.taps is None]
+    out = list(texts)
+    for number, made in states_of(config, params, [texts[i].tokens for i in bare], taps):
+        out[bare[number]] = out[bare[number]]._replace(taps=made)
     return out
 
 

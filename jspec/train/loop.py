@@ -5,7 +5,7 @@ steps, and a run that was killed goes on from its last checkpoint to the same en
 """
 
 import dataclasses
-import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,14 +19,17 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
 
+from jspec.checkpoint import readable
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import block_hidden, init_head
+from jspec.method import check_range
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.recording import Recording, replay
 from jspec.state import Plan
-from jspec.train.data import Batch, BatchConfig, Batches, Text, split
+from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.features import target_taps, with_taps
+from jspec.train.log import add_row, forget_after
 from jspec.train.losses import LossConfig, block_loss
 
 SCALED_ON = 16  # texts whose taps set the scale of a new head's fusion
@@ -74,10 +77,11 @@ class OptimConfig:
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         for name in ("learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.weight_decay < 0 or not 0 < self.b2 < 1:
-            raise ValueError("weight_decay must be 0 or above, and b2 in (0, 1)")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf or not 0 < self.b2 < 1:
+            raise ValueError("weight_decay must be finite, 0 or above, and b2 in (0, 1)")
+        check_range("seed", self.seed, 0, 1 << 31)
 
 
 class TrainState(NamedTuple):
@@ -155,7 +159,7 @@ def train_step(
       batch: see ``Batches``.
     """
     if taps:
-        states = batch.taps.astype(frozen.output.dtype)
+        states = batch.taps
     else:
         taps = (*head_config.taps, target.num_layers)
         states = target_taps(target, frozen.target, batch.tokens, taps)
@@ -168,12 +172,14 @@ def train_step(
         at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(batch.tokens.shape[0], -1)
         final = states[:, :, taps.index(target.num_layers)]
         teacher = jnp.take_along_axis(final, at[..., None], axis=1)
-        teacher = teacher.reshape(-1, hidden_size).T
+        teacher = teacher.reshape(-1, hidden_size).T.astype(jnp.float32)
 
     def objective(head):
+        # Products take the target's dtype; what is trained, and the moments, stay in fp32.
+        narrow = jax.tree.map(lambda x: x.astype(frozen.output.dtype) if x.ndim > 1 else x, head)
         hidden = block_hidden(
             head_config,
-            head,
+            narrow,
             frozen.target,
             states[:, :, columns],
             batch.tokens,
@@ -249,6 +255,7 @@ class Trainer:
         target: Target,
         head_config: HeadConfig,
         texts: Sequence[Text],
+        held_out: Sequence[Text],
         taps: tuple[int, ...],
         plans: dict[str, Plan],
         folder: Path,
@@ -264,7 +271,8 @@ class Trainer:
         Args:
           target: what the head drafts for.
           head_config: the head's.
-          texts: of a library.
+          texts: that are trained on.
+          held_out: others, of the same library.
           taps: of the library.
           plans: what is evaluated, by name; the first one says which checkpoint is the best.
           folder: of the run.
@@ -275,7 +283,7 @@ class Trainer:
           as_params: makes of trained weights what ``params["head"]`` is when decoding.
 
         Raises:
-          ValueError: too few texts.
+          ValueError: no held-out text that is long enough, or taps that are missing.
         """
         self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
         self.target = target.config
@@ -285,12 +293,13 @@ class Trainer:
             )
         if taps and (missing := set(head_config.taps) - set(taps)):
             raise ValueError(f"the library does not keep tap {min(missing)}, which the head reads")
-        train, held = split(texts, optim.held_out, batch.seed)
-        self.batches = Batches(train, batch, head_config.depth)
+        self.batches = Batches(texts, batch, head_config.depth)
+        self.texts = len(texts)
+        self.response_tokens = sum(len(text.tokens) - text.start for text in texts)
         there = taps or head_config.taps
         sample, held = (
             with_taps(target.config, target.params, some, there)
-            for some in (train[:SCALED_ON], long_enough(held, head_config, optim))
+            for some in (texts[:SCALED_ON], long_enough(held_out, head_config, optim))
         )
         self.recordings = held_out_recordings(held, there, head_config, optim)
         self.frozen = frozen_parts(target, draft_ids)
@@ -304,21 +313,12 @@ class Trainer:
         self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
         if (step := self._last.latest_step()) is not None:
             self.state = self._restore(self._last, step)
-        self._trim_log(int(self.state.step))
+        forget_after(folder, int(self.state.step))
 
     def _restore(self, manager: ocp.CheckpointManager, step: int) -> TrainState:
         shape = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
-        return manager.restore(step, args=ocp.args.StandardRestore(shape))
-
-    def _trim_log(self, step: int) -> None:
-        """Forgets what was logged after the checkpoint: it comes again."""
-        path = self.folder / "log.jsonl"
-        if path.exists():
-            rows = [
-                json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")
-            ]
-            kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
-            path.write_text("".join(kept))
+        with readable(Path(manager.directory) / str(step)):
+            return manager.restore(step, args=ocp.args.StandardRestore(shape))
 
     def run(
         self,
@@ -349,39 +349,48 @@ class Trainer:
             said.append(numbers)
             tick()
             if (step + 1) % self.optim.eval_every == 0 or step + 1 == self.optim.steps:
+                jax.block_until_ready(said)  # steps are dispatched long before they are done
                 row = summary(step + 1, said, time.perf_counter() - start)
                 row |= self.evaluate()
-                with (self.folder / "log.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                add_row(self.folder, row)
                 say(row)
                 self._keep(step + 1, row)
                 said, start = [], time.perf_counter()
 
     def evaluate(self, head: dict[str, Any] | None = None) -> dict[str, Any]:
         """Held-out acceptance by plan, and the share of rounds that reach each depth; default: of the head as it is."""
-        head = self.state.head if head is None else head
-        params = {"target": self.frozen.target, "head": self.as_params(head)}
+        head, dtype = self.state.head if head is None else head, self.frozen.output.dtype
+        head = self.as_params(jax.tree.map(lambda x: x.astype(dtype), head))
+        params = {"target": self.frozen.target, "head": head}
         return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
 
     def _keep(self, step: int, row: dict[str, Any]) -> None:
         found = row[next(iter(self.plans))]
         if found > float(self.state.best):
             self.state = self.state._replace(best=jnp.float32(found))
-            self._best.save(step, args=ocp.args.StandardSave(self.state), force=True)
-            self._best.wait_until_finished()
-        self._last.save(step, args=ocp.args.StandardSave(self.state), force=True)
-        self._last.wait_until_finished()
+            self._save(self._best, step)
+        self._save(self._last, step)
 
-    def best_head(self) -> dict[str, Any]:
-        """The weights with the best held-out acceptance so far.
+    def _save(self, manager: ocp.CheckpointManager, step: int) -> None:
+        if step in manager.all_steps():
+            return  # a kill after this one and before the other: what is there is the same
+        manager.save(step, args=ocp.args.StandardSave(self.state), force=True)
+        manager.wait_until_finished()
+
+    @property
+    def best_step(self) -> int:
+        """The step of the checkpoint with the best held-out acceptance so far.
 
         Raises:
           ValueError: there is no checkpoint yet.
         """
-        step = self._best.latest_step()
-        if step is None:
+        if (step := self._best.latest_step()) is None:
             raise ValueError(f"{self.folder} has no checkpoint yet")
-        return self._restore(self._best, step).head
+        return step
+
+    def best_head(self) -> dict[str, Any]:
+        """The weights of ``best_step``."""
+        return self._restore(self._best, self.best_step).head
 
 
 def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:
@@ -395,4 +404,5 @@ def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict
         "gradient": round(float(numbers["gradient"]), 5),
         "hits": [round(float(x), 4) for x in hits],
         "slots_per_second": round(slots / seconds, 1),
+        "seconds": round(seconds, 1),
     }

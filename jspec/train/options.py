@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jsonargparse
 
-from jspec.device import Accel
+from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Parser, one_line
 from jspec.train.data import BatchConfig
@@ -24,7 +24,7 @@ class HeadOptions:
       causal: JetSpec's in-block mask; false: DFlash's.
       block_size: slots, the root included.
       num_layers: of the head.
-      taps: target layers it reads; (): five, spread evenly.
+      taps: target layers it reads; (): five, or fewer of a small target, spread evenly.
       mask_token: whose embedding the drafted slots carry: a special token that the target's texts do not use.
       draft_vocab_size: the most frequent tokens of the training text; null: all tokens.
 
@@ -52,8 +52,11 @@ class TrainOptions:
     Attributes:
       target: see ``jspec.load``.
       library: folder of the training text; runs may share it.
+      also: folders of further text, written before by the same target with the same taps, to be trained on too.
+      max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
       accel: where to run.
+      dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
         made again in every step.
       teacher: keep its final states too, which KL losses need.
@@ -62,12 +65,18 @@ class TrainOptions:
       batch: the shape of a step.
       loss: what it is trained for.
       optim: how.
+
+    Raises:
+      ValueError: an empty name, or a number out of range.
     """
 
     target: str = DEFAULT_TARGET
     library: str = "library"
+    also: tuple[str, ...] = ()
+    max_texts: int | None = None
     run: str = "run"
     accel: Accel = "auto"
+    dtype: Dtype = "auto"
     keep_taps: bool = True
     teacher: bool = True
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
@@ -76,6 +85,28 @@ class TrainOptions:
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
 
+    def __post_init__(self):
+        for name in ("target", "library", "run"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must not be empty")
+        if self.max_texts is not None and self.max_texts < 1:
+            raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
+
+
+class _Parser(Parser):
+    dash = "_"
+
+
+def _check(name, value, default):
+    """Raises ValueError for what jsonargparse lets pass: no mapping for a group, and null."""
+    if dataclasses.is_dataclass(default):
+        if not isinstance(value, jsonargparse.Namespace):
+            raise ValueError(f"--{name} must be a mapping of options, got {value!r}")
+        for field in dataclasses.fields(default):
+            _check(f"{name}.{field.name}", value[field.name], getattr(default, field.name))
+    elif value is None and default is not None:
+        raise ValueError(f"--{name} must not be null: leave it out")
+
 
 def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, ...]]:
     """The options, and the stages that are asked for: all of them by default.
@@ -83,7 +114,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     Raises:
       ValueError: an unknown option or stage, or a value that is out of range.
     """
-    parser = Parser(
+    parser = _Parser(
         prog="python -m jspec.train",
         description="Trains a draft head: the target writes text, the head learns to foresee it.",
         allow_abbrev=False,
@@ -92,7 +123,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_class_arguments(TrainOptions)
     try:
-        chosen = parser.instantiate_classes(parser.parse_args(argv))
+        given = parser.parse_args(argv)
+        for field in dataclasses.fields(TrainOptions):
+            _check(field.name, given[field.name], getattr(TrainOptions(), field.name))
+        chosen = parser.instantiate(given)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
     stages = tuple(chosen.stages)

@@ -1,10 +1,15 @@
 """The stages of a run, as ``python -m jspec.train`` runs them; each goes on where it was stopped."""
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
@@ -12,10 +17,14 @@ from jspec.checkpoint import export_head
 from jspec.heads.config import HeadConfig, config_for, spread_taps
 from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ddtree, dflash
+from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.state import Plan
+from jspec.train.card import model_card
+from jspec.train.corpus import store_answers
 from jspec.train.curves import draw_curves
-from jspec.train.data import draft_vocabulary, read_texts
+from jspec.train.data import Text, draft_vocabulary, read_libraries, split
+from jspec.train.log import read_log
 from jspec.train.loop import Trainer
 from jspec.train.options import TrainOptions
 from jspec.train.text import put, write_text
@@ -23,7 +32,8 @@ from jspec.train.text import put, write_text
 
 def head_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
     """The layers that the head reads."""
-    return options.head.taps or spread_taps(target.config.num_layers, 5)
+    layers = target.config.num_layers
+    return options.head.taps or spread_taps(layers, min(5, max(1, layers - 3)))
 
 
 def library_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
@@ -38,8 +48,11 @@ def write_library(options: TrainOptions, target: Target) -> None:
     """The text stage: what is still missing of ``options.library``, with progress on stderr.
 
     Raises:
-      ValueError: a folder that holds text of another config, or prompts that cannot be read.
+      ValueError: a folder that holds text of another config, prompts that cannot be read, or no head can be as the
+        options ask for.
     """
+    _check_places(options)
+    head_config(options, target)  # before hours are spent
     config = options.text
     given = [] if config.prompts is None else read_prompts(config.prompts)
     bars: dict[str, tqdm] = {}
@@ -48,18 +61,24 @@ def write_library(options: TrainOptions, target: Target) -> None:
     def progress(what: str, total: int, tokens: int) -> None:
         nonlocal new
         if what not in bars:
-            bars[what] = tqdm(desc=what, total=total, unit=" texts", dynamic_ncols=True)
+            bar = tqdm(desc=what, total=total, unit=" texts", dynamic_ncols=True)
+            bars[what] = open_bars.enter_context(bar)
             new = 0
         new += tokens
         seconds = max(time.time() - bars[what].start_t, 1e-9)
         bars[what].set_postfix_str(f"{new / seconds:.0f} tokens/s", refresh=False)
         bars[what].update()
 
-    write_text(
-        target, config, Path(options.library), library_taps(options, target), given, progress
-    )
-    for bar in bars.values():
-        bar.close()
+    make = store_answers if config.answers == "given" else write_text
+    with contextlib.ExitStack() as open_bars:
+        make(target, config, Path(options.library), library_taps(options, target), given, progress)
+
+
+def _check_places(options: TrainOptions) -> None:
+    for name in ("library", "run"):
+        path = Path(getattr(options, name))
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{name} must be a folder, {path} is a file")
 
 
 def head_config(options: TrainOptions, target: Target) -> HeadConfig:
@@ -69,9 +88,13 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
       ValueError: no such mask token, or sizes that no head can have.
     """
     shape = options.head
+    try:
+        mask = target.tokenizer.token_id(shape.mask_token)
+    except ValueError as error:
+        raise ValueError(f"head.mask_token: {error}") from None
     return config_for(
         target.config,
-        mask_token_id=target.tokenizer.token_id(shape.mask_token),
+        mask_token_id=mask,
         taps=head_taps(options, target),
         block_size=shape.block_size,
         causal=shape.causal,
@@ -87,11 +110,15 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
     Raises:
       ValueError: no text, or a folder that another config's run is in.
     """
-    config, texts = head_config(options, target), read_texts(Path(options.library))
+    _check_places(options)
+    config = head_config(options, target)
+    texts, taps = read_libraries(_libraries(options), target.fingerprint)
+    _check_config(options, target, texts)
+    texts, held_out = split(texts, options.optim.held_out)
+    texts = texts[: options.max_texts]
     ids = None
     if config.draft_vocab_size is not None:
         ids = draft_vocabulary(texts, config.draft_vocab_size, target.config.vocab_size)
-    _check_config(options, target)
 
     def as_params(head):
         return head if ids is None else with_draft_ids(head, target.params, ids)
@@ -105,7 +132,8 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
         target,
         config,
         texts,
-        library_taps(options, target),
+        held_out,
+        taps,
         plans,
         Path(options.run),
         batch=options.batch,
@@ -116,18 +144,27 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
     )
 
 
-def _check_config(options: TrainOptions, target: Target) -> None:
-    """Writes a run's config into its folder, or makes sure that it is the one there."""
+def _libraries(options: TrainOptions) -> list[Path]:
+    return [Path(name) for name in (options.library, *options.also)]
+
+
+def _check_config(options: TrainOptions, target: Target, texts: Sequence[Text]) -> None:
+    """Writes a run's config into its folder, or makes sure that it is the one there, and its text that of now."""
     wanted = dataclasses.asdict(options)
-    for where in ("library", "run", "accel", "text"):
+    for where in ("library", "also", "run", "accel", "text"):
         del wanted[where]
-    wanted = json.loads(json.dumps(wanted | {"target_fingerprint": target.fingerprint}))
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(np.asarray([len(text.tokens), text.start], np.int32).tobytes())
+        digest.update(text.tokens.tobytes())
+    wanted |= {"target_fingerprint": target.fingerprint, "texts": digest.hexdigest()[:16]}
+    wanted = json.loads(json.dumps(wanted))
     path = Path(options.run) / "config.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         put(path, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
         return
-    there = json.loads(path.read_text())
+    there = read_json(path)
     if changed := sorted(name for name in wanted if there.get(name) != wanted[name]):
         raise ValueError(
             f"{path.parent} holds a run of another config ({', '.join(changed)} differ): "
@@ -158,13 +195,25 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
 
 
 def export_trained(options: TrainOptions, target: Target) -> Path:
-    """The export stage: the best checkpoint becomes ``RUN/head``, in the published layout.
+    """The export stage: the best checkpoint becomes ``RUN/head``, in the published layout, with a model card.
 
     Raises:
       ValueError: as ``open_run``, or no checkpoint yet.
     """
     run = open_run(options, target)
     folder = Path(options.run) / "head"
-    export_head(folder, run.config, run.as_params(run.best_head()))
+    head, dtype = run.as_params(run.best_head()), jnp.bfloat16
+    card = model_card(
+        options,
+        run.config,
+        head,
+        jnp.dtype(dtype).name,
+        [read_json(library / "text.json") for library in _libraries(options)],
+        run.texts,
+        run.response_tokens,
+        read_log(run.folder),
+        run.best_step,
+    )
+    export_head(folder, run.config, head, dtype, card)
     print(f"{folder}: held-out acceptance length {float(run.state.best):.3f}")
     return folder

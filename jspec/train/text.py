@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.benches import Prompt, user_turn
 from jspec.driver import Stream
-from jspec.method import Method, MethodState, Needs
+from jspec.method import Method, MethodState, Needs, check_range
 from jspec.methods import ar
+from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.sampling import Sampling
 from jspec.state import Plan
@@ -32,7 +33,7 @@ PERIOD, REPEATED = (
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
 Progress = Callable[[str, int, int], None]
 """``progress(what, total, tokens)``: one more of ``total`` texts is finished, with so many new tokens."""
-_MARK = "\ufdd0"  # stands for a user's words while a chat template is taken apart: no text has this character
+MARK = "\ufdd0"  # stands for somebody's words while a chat template is taken apart: no text has this character
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ class TextConfig:
       turn_temperature: of those turns.
       turn_tokens: longer ones are left out.
       prompts: a file of further prompts, as of ``python -m jspec.run --prompts``.
+      answers: written by the target, or those given in the file of prompts ("answer"): a corpus, to compare with. Then
+        what is said here of turns, temperatures and batch does not matter.
       temperatures: of the answers: one a shard, in turns.
       max_new_tokens: of an answer.
       max_prompt_tokens: longer prompts are left out.
@@ -62,6 +65,7 @@ class TextConfig:
     turn_temperature: float = 0.9
     turn_tokens: int = 128
     prompts: str | None = None
+    answers: Literal["written", "given"] = "written"
     temperatures: tuple[float, ...] = (0.0, 0.7)
     max_new_tokens: int = 192
     max_prompt_tokens: int = 256
@@ -72,16 +76,25 @@ class TextConfig:
 
     def __post_init__(self):
         least = {"turns": 0, "turn_tokens": 1, "max_new_tokens": 2, "max_prompt_tokens": 1}
-        for name, low in (least | {"count": 1, "batch": 1, "shard": 1, "seed": 0}).items():
+        for name, low in (least | {"count": 1, "batch": 1, "shard": 1}).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be {low} or above, got {getattr(self, name)}")
+        check_range("seed", self.seed, 0, 1 << 31)
         for name in ("systems", "temperatures"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
         if not self.turns and self.prompts is None:
             raise ValueError("turns must be above 0 where there is no file of prompts")
+        if self.answers == "given" and self.prompts is None:
+            raise ValueError("answers: given needs a file of prompts that has them")
         for temperature in (self.turn_temperature, *self.temperatures):
             Sampling(temperature)
+
+
+def half(states: Float[Array | np.ndarray, "..."]) -> Float[Array | np.ndarray, "..."]:
+    """States as they are kept: float16, the few that are beyond its range cut."""
+    most = float(np.finfo(np.float16).max)
+    return states.clip(-most, most).astype(np.float16)
 
 
 class Kept(NamedTuple):
@@ -103,9 +116,7 @@ def keeper(taps: tuple[int, ...]) -> Method:
         kept, length = state.rows
         column = jnp.arange(tokens.shape[1])
         at = jnp.where(column < counts[:, None], length[:, None] + column, kept.shape[1])
-        most = jnp.finfo(jnp.float16).max
-        new = jnp.clip(taps, -most, most).astype(jnp.float16)
-        kept = kept.at[jnp.arange(kept.shape[0])[:, None], at].set(new, mode="drop")
+        kept = kept.at[jnp.arange(kept.shape[0])[:, None], at].set(half(taps), mode="drop")
         return MethodState(rows=Kept(kept, length + counts))
 
     return ar()._replace(name="keeper", needs=Needs(taps=taps), init=init, absorb=absorb)
@@ -160,7 +171,10 @@ def write(
         rows = run.state.rows.prompt
         slot = int(np.flatnonzero(np.asarray(rows) == event.index)[0])
         kept = run.state.method.rows
-        taps = np.asarray(kept.taps[slot, : len(tokens) - 1]) if kept else np.zeros((0, 0, 0))
+        # One shape for all texts: a slice of each length would be a program of its own.
+        taps = (
+            np.asarray(kept.taps[slot])[: len(tokens) - 1].copy() if kept else np.zeros((0, 0, 0))
+        )
         yield Written(event.index, tokens, len(prompt), taps)
 
 
@@ -184,10 +198,10 @@ def turn_opening(target: Target, system: str) -> list[int]:
       ValueError: no chat template, or one that changes a user's words.
     """
     before = [{"role": "system", "content": system}] if system else []
-    text = target.tokenizer.chat([*before, {"role": "user", "content": _MARK}])
-    if text.count(_MARK) != 1:
+    text = target.tokenizer.chat([*before, {"role": "user", "content": MARK}])
+    if text.count(MARK) != 1:
         raise ValueError("the target's chat template does not say a user's words once, as they are")
-    return target.tokenizer.encode(text[: text.index(_MARK)], add_special_tokens=False)
+    return target.tokenizer.encode(text[: text.index(MARK)], add_special_tokens=False)
 
 
 def write_turns(
@@ -240,10 +254,11 @@ class Library:
         if config.prompts is not None:
             content = Path(config.prompts).read_bytes()
             wanted["prompts"] = hashlib.sha256(content).hexdigest()[:16]
-        wanted = json.loads(json.dumps(wanted | {"target": target.fingerprint, "taps": taps}))
+        wanted |= {"target": target.fingerprint, "dtype": target.params["embed"].dtype.name}
+        wanted = json.loads(json.dumps(wanted | {"taps": taps}))
         path = self.folder / "text.json"
         if path.exists():
-            there = json.loads(path.read_text())
+            there = read_json(path)
             if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
                 raise ValueError(
                     f"{self.folder} holds text of another config ({', '.join(changed)} differ): "
@@ -303,13 +318,28 @@ def gather_prompts(
             last = min(first + config.shard, config.turns)
             texts = write_turns(target, config, first, last, progress)
             put(path, lambda f, texts=texts: f.write(json.dumps(texts).encode()))
-        turns += json.loads(path.read_text())
+        try:
+            turns += json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
     unique = list(dict.fromkeys(turns))
     prompts = [user_turn(f"turn/{i}", text) for i, text in enumerate(unique)] + list(given)
-    ids = [encode_prompt(target, prompt) for prompt in prompts]
-    ids = [one for one in ids if len(one) <= config.max_prompt_tokens]
-    order = np.random.default_rng(config.seed).permutation(len(ids))[: config.count]
-    return [ids[i] for i in order]
+    return [ids for _, ids in in_order(target, config, prompts)]
+
+
+def in_order(
+    target: Target, config: TextConfig, prompts: Sequence[Prompt]
+) -> list[tuple[Prompt, list[int]]]:
+    """The prompts that are short enough, and their ids, in a seeded order; at most ``config.count``."""
+    encoded = ((prompt, encode_prompt(target, prompt)) for prompt in prompts)
+    short = [one for one in encoded if len(one[1]) <= config.max_prompt_tokens]
+    if not short:
+        raise ValueError(
+            "there is nothing to answer: no user turn came to an end within turn_tokens "
+            f"({config.turn_tokens}), no given prompt has up to {config.max_prompt_tokens} tokens"
+        )
+    order = np.random.default_rng(config.seed).permutation(len(short))[: config.count]
+    return [short[i] for i in order]
 
 
 def write_text(

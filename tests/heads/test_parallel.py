@@ -35,10 +35,10 @@ def states(rng, *shape):
     return (3 * rng.standard_normal(shape)).astype(np.float32)
 
 
-def wanted(kind, head, target, taps, root, depth=None):
-    """[H, depth], as the reference has it."""
-    depth = kind.depth if depth is None else depth
-    out = reference.block(kind, to_tensors(kind, head), target["embed"], taps, root, depth)
+def wanted(kind, head, target, taps, root, slots=None):
+    """[H, slots], as the reference has it for a block of so many slots."""
+    slots = kind.depth if slots is None else slots
+    out = reference.block(kind, to_tensors(kind, head), target["embed"], taps, root, slots)
     return out.T.astype(np.float32)
 
 
@@ -102,17 +102,19 @@ def test_what_stands_beyond_the_known_rows_changes_nothing(name):
     jax.tree.map(np.testing.assert_array_equal, unread, dirty)
 
 
-@pytest.mark.parametrize("name", ["causal", "bidirectional"])
-def test_a_shallower_draft_is_a_smaller_block(name):
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_shallower_draft_is_the_beginning_of_the_whole_one(name, depth):
     kind = KINDS[name]
     head, target = head_and_target(kind)
-    taps = states(np.random.default_rng(3), 1, ROWS, len(kind.taps), kind.hidden_size)
-    cache = read(kind, head, empty_cache(kind, 1, CAPACITY), taps, jnp.asarray([ROWS]))
-    found = draft(kind, head, target, cache, jnp.asarray([7]), 2)
-    close(found, wanted(kind, head, target, taps[0], 7, depth=2))
-    full = draft(kind, head, target, cache, jnp.asarray([7]), kind.depth)
-    same = np.allclose(found, full[:, :2], atol=1e-5)
-    assert same == kind.causal
+    roots = np.asarray([7, 8, 9], np.int32)
+    *_, (cache, known), _, _ = rounds(kind, head, seed=3)
+    found = np.split(np.asarray(draft(kind, head, target, cache, roots, depth)), 3, axis=1)
+    for states, taps, root in zip(found, known, roots):
+        assert states.shape == (kind.hidden_size, depth)
+        close(states, wanted(kind, head, target, taps, root)[:, :depth])
+        smaller = wanted(kind, head, target, taps, root, slots=depth)
+        assert np.allclose(states, smaller, atol=1e-5) == kind.causal
 
 
 @pytest.mark.parametrize("depth", [0, 5])
@@ -232,7 +234,7 @@ def test_half_precision():
     root = jnp.asarray(tokens[0, ROWS : ROWS + 1])
     found = draft(kind, head, target, cache, root, kind.depth)
     trained_on = anchored(kind, head, target, taps[0], tokens[0], jnp.asarray([ROWS]))
-    assert found.dtype == trained_on.dtype == jnp.bfloat16
+    assert found.dtype == trained_on.dtype == jnp.float32
     expected = wanted(kind, head, target, taps[0, :ROWS], int(root[0]))
     for states in (found, trained_on):
         np.testing.assert_allclose(states.astype(jnp.float32), expected, atol=0.15)

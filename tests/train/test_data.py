@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ from jspec.train.data import (
     Batches,
     Text,
     draft_vocabulary,
+    read_libraries,
     read_texts,
     split,
 )
@@ -70,23 +73,51 @@ def test_few_texts_make_steps_too():
     assert batches[3].tokens.shape[0] == 2
 
 
-def test_a_library_gives_back_what_was_written(tmp_path):
-    given = texts(7)
-    library = Library(tmp_path)
-    (tmp_path / "text").mkdir()
-    (tmp_path / "taps").mkdir()
-    for shard, members in enumerate((given[:4], given[4:])):
+def save(folder, *shards, target="ff", taps=(0, 1)):
+    (folder / "text").mkdir(parents=True)
+    (folder / "taps").mkdir()
+    (folder / "text.json").write_text(json.dumps({"target": target, "taps": taps}))
+    for shard, members in enumerate(shards):
         written = [Written(i, t.tokens, t.start, t.taps) for i, t in enumerate(members)]
-        library.save(shard, written[::-1], wide=bool(shard))
-    found = read_texts(tmp_path)
+        Library(folder).save(shard, written[::-1], wide=bool(shard))
+    return folder
+
+
+def same(found, given):
     assert [t.start for t in found] == [t.start for t in given]
     for a, b in zip(found, given, strict=True):
         np.testing.assert_equal(a.tokens, b.tokens)
         np.testing.assert_equal(a.taps, b.taps)
+
+
+def test_a_library_gives_back_what_was_written(tmp_path):
+    given = texts(7)
+    save(tmp_path, given[:4], given[4:])
+    same(read_texts(tmp_path), given)
     with (tmp_path / "text" / "00001.npz").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(ValueError, match=r"00001\.npz cannot be read"):
         read_texts(tmp_path)
+
+
+def test_libraries_are_read_one_after_the_other(tmp_path):
+    given = texts(7)
+    folders = [save(tmp_path / "b", given[:4]), save(tmp_path / "a", given[4:])]
+    found, taps = read_libraries(folders, "ff")
+    assert taps == (0, 1)
+    same(found, given)
+    with pytest.raises(ValueError, match="given twice"):
+        read_libraries([*folders, tmp_path / "a" / ".." / "b"], "ff")
+    with pytest.raises(ValueError, match="was written by target ff, this one is fe"):
+        read_libraries(folders, "fe")
+    other = save(tmp_path / "c", given, target="fe")
+    with pytest.raises(ValueError, match="c was written by target fe, this one is ff"):
+        read_libraries([*folders, other], "ff")
+    other = save(tmp_path / "d", given, taps=(0, 2))
+    with pytest.raises(ValueError, match=r"d keeps taps \(0, 2\), .*b keeps \(0, 1\)"):
+        read_libraries([*folders, other], "ff")
+    with pytest.raises(ValueError, match="e is no library of text"):
+        read_libraries([*folders, tmp_path / "e"], "ff")
 
 
 def test_texts_without_anything_to_draft_are_left_out(tmp_path):
@@ -99,11 +130,12 @@ def test_texts_without_anything_to_draft_are_left_out(tmp_path):
 
 def test_held_out_texts_are_not_trained_on():
     given = texts(10)
-    train, held = split(given, 3, seed=1)
+    train, held = split(given, 3)
     firsts = [t.tokens[0] for t in train + held]
     assert len(held) == 3 and sorted(firsts) == [100 * i for i in range(10)]
+    assert firsts[:7] == sorted(firsts[:7])
     with pytest.raises(ValueError, match="held_out must be below"):
-        split(given, 10, seed=1)
+        split(given, 10)
 
 
 def test_the_draft_vocabulary_is_the_most_frequent():

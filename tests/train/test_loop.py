@@ -11,7 +11,7 @@ from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ar, ddtree, dflash
 from jspec.recording import record
 from jspec.state import Plan
-from jspec.train.data import BatchConfig, Text, draft_vocabulary
+from jspec.train.data import BatchConfig, Text, draft_vocabulary, split
 from jspec.train.features import with_taps
 from jspec.train.loop import OptimConfig, Trainer
 from jspec.train.losses import LossConfig
@@ -61,10 +61,12 @@ def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=T
         "tree": Plan(target.config, ddtree(config, 8)),
         "chain": Plan(target.config, dflash(config, 4)),
     }
+    train, held_out = split(texts, optim.held_out)
     return Trainer(
         target,
         config,
-        texts,
+        train,
+        held_out,
         taps,
         plans,
         folder,
@@ -78,7 +80,8 @@ def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=T
 
 def log(folder):
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "slots_per_second"} for row in rows]
+    timed = ("seconds", "slots_per_second")
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 def test_a_run_that_was_killed_ends_like_one_that_was_not(target, texts, tmp_path):

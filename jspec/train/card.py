@@ -1,0 +1,115 @@
+"""The model card of a trained head: the README.md beside it, out of what its run and its text say of themselves."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jspec.heads.config import HeadConfig
+from jspec.heads.parallel import trained
+from jspec.train.options import TrainOptions
+
+
+def model_card(
+    options: TrainOptions,
+    config: HeadConfig,
+    head: Mapping[str, Any],
+    dtype: str,
+    libraries: Sequence[Mapping[str, Any]],
+    texts: int,
+    response_tokens: int,
+    log: Sequence[Mapping[str, Any]],
+    best: int,
+) -> str:
+    """A card in Markdown: the same for the same files.
+
+    Args:
+      options: of the run.
+      config: the head's.
+      head: its arrays; only their sizes matter.
+      dtype: of the weights in the file.
+      libraries: the text.json of each library of text.
+      texts: how many were trained on.
+      response_tokens: tokens of those texts' answers.
+      log: see ``jspec.train.log``.
+      best: the step whose weights these are.
+    """
+    method, block = ("JetSpec", "causal") if config.causal else ("DFlash", "bidirectional")
+    size = sum(x.size for x in jax.tree.leaves(trained(head)))
+    given = any(one.get("answers") == "given" for one in libraries)
+    origin = "whose answers were given" if given else "written by the target"
+    drafted = config.draft_vocab_size or config.vocab_size
+    facts = {
+        "method": f"{method}: one pass drafts a {block} block of {config.block_size} slots, its root included",
+        "target": f"{options.target}, fingerprint {config.target_fingerprint}",
+        "reads": f"layers {_plain(config.taps)} of the target's {config.target_layers}",
+        "layers": f"{config.num_layers}, width {config.hidden_size}, feed-forward {config.ffn_size}, "
+        f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.head_dim}",
+        "parameters": f"{size:,} in {dtype}; embedding and output rows are the target's own",
+        "draft vocabulary": f"{drafted:,} of the target's {config.vocab_size:,} tokens",
+        "mask token": f"`{options.head.mask_token}`, id {config.mask_token_id}",
+    }
+    training = {
+        "steps": f"{options.optim.steps:,}; these are the weights of step {best:,}",
+        "step": _listed(options.batch),
+        "loss": _listed(options.loss),
+        "optimiser": f"AdamW, linear warm-up, cosine to zero; {_listed(options.optim)}",
+    }
+    if log and all("seconds" in row for row in log):
+        minutes = sum(row["seconds"] for row in log) / 60
+        training["time"] = f"{minutes:.1f} minutes for the steps, evaluations left out"
+    lines = [
+        f"# A {method} head for {options.target}",
+        "",
+        f"Trained with jspec. `python -m jspec.run --target {options.target} "
+        f"--method {method.lower()} --head DIR` decodes with it; DIR is this folder.",
+        "",
+        *_table(facts),
+        "",
+        "## Text",
+        "",
+        f"{texts:,} texts with {response_tokens:,} tokens of answers, {origin}:",
+        *(line for one in libraries for line in ("", *_table(_shown(one)))),
+        "",
+        "## Training",
+        "",
+        *_table(training),
+        "",
+    ]
+    row = next((row for row in log if row["step"] == best), None)
+    if row is not None:
+        lines += [
+            "## Held-out figures",
+            "",
+            f"Acceptance length (tokens a round, bonus included) by replay of {options.optim.eval_tokens} tokens each "
+            f"of up to {options.optim.eval_texts} texts that were not trained on:",
+            "",
+            f"- {row['tree']:.3f} with the best trees of {options.optim.eval_budget} nodes (`ddtree`);",
+            f"- {row['chain']:.3f} with chains of {config.block_size} nodes (`dflash`).",
+            "",
+        ]
+    lines += [f"Licence: Apache-2.0, as jspec; trained on text {origin}.", ""]
+    return "\n".join(lines)
+
+
+def _shown(library: Mapping[str, Any]) -> dict[str, Any]:
+    hidden = ("batch", "target", "taps")  # the first means nothing here, the others were said
+    return {k: value for k, value in library.items() if value is not None and k not in hidden}
+
+
+def _table(facts: Mapping[str, Any]) -> list[str]:
+    rows = (f"| {name.replace('_', ' ')} | {_plain(value)} |" for name, value in facts.items())
+    return ["| | |", "| :-- | :-- |", *rows]
+
+
+def _listed(config) -> str:
+    """The fields of a config that are on."""
+    values = dataclasses.asdict(config).items()
+    return ", ".join(f"{name} {_plain(value)}" for name, value in values if value is not None)
+
+
+def _plain(value) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(one) if one != "" else "(none)" for one in value)
+    return " ".join(str(value).split()).replace("|", "\\|")

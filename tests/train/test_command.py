@@ -1,0 +1,407 @@
+"""``python -m jspec.train``: the stages, runs that are killed, and what is refused."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from tiny_target import EOS, write_target
+
+import jspec
+from jspec import run
+from jspec.train import __main__ as command
+from jspec.train.log import read_log
+from jspec.train.loop import Trainer
+from jspec.train.options import parse
+
+CONFIG = {
+    "text": {
+        "turns": 12,
+        "turn_tokens": 12,
+        "temperatures": [0.0, 0.9],
+        "max_new_tokens": 20,
+        "max_prompt_tokens": 40,
+        "batch": 2,
+        "shard": 3,
+    },
+    "head": {"mask_token": "<s>", "taps": [0, 1], "block_size": 3, "num_layers": 1},
+    "batch": {"texts": 2, "anchors": 4, "lengths": [32, 64]},
+    "optim": {
+        "steps": 6,
+        "learning_rate": 3e-3,
+        "eval_every": 2,
+        "eval_texts": 1,
+        "eval_tokens": 4,
+        "eval_budget": 4,
+        "held_out": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    ends = (EOS, *range(20, 28))  # many, so that short user turns come to an end
+    return write_target(folder, tiny_model, num_layers=2, eos_ids=ends)
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_compilations(monkeypatch):
+    monkeypatch.setattr(command, "keep_compilations", lambda: None)
+    monkeypatch.setattr(run, "keep_compilations", lambda: None)
+
+
+def arguments(folder, target, *argv, config=CONFIG):
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    places = ["--library", str(folder / "library"), "--run", str(folder / "run")]
+    return ["--config", str(path), "--target", str(target), *places, *argv]
+
+
+def files(folder):
+    """What must be the same however often a run was stopped."""
+    log = [{k: v for k, v in row.items() if "second" not in k} for row in read_log(folder / "run")]
+    head = [folder / "run" / "head" / name for name in ("config.json", "model.safetensors")]
+    kept = [*(folder / "library").rglob("*.*"), *head]
+    return log, {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made(target, tmp_path_factory):
+    """A whole run, which tests must leave as it is."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "keep_compilations", lambda: None)
+        assert command.main(arguments(folder, target)) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A copy of it."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_stages_apart_are_stages_together(made, target, tmp_path):
+    for stage in ("text", "head", "export"):
+        assert command.main(arguments(tmp_path, target, stage)) == 0
+    assert files(tmp_path) == files(made)
+    assert [row["step"] for row in files(made)[0]] == [2, 4, 6]
+    # All is there: nothing is made again, and the same head is exported.
+    before = everything(tmp_path)
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "library").rglob("*.*")}
+    assert command.main(arguments(tmp_path, target)) == 0
+    assert everything(tmp_path) == before
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+
+
+def test_a_run_that_is_stopped_between_two_checkpoints(made, target, tmp_path, monkeypatch):
+    shutil.copytree(made / "library", tmp_path / "library")
+    save = Trainer._save
+
+    def stopped(self, manager, step):
+        if manager is self._last:
+            raise KeyboardInterrupt
+        save(self, manager, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", stopped)
+        assert command.main(arguments(tmp_path, target)) == 130
+    assert os.listdir(tmp_path / "run" / "best") == ["2"]
+    assert os.listdir(tmp_path / "run" / "last") == []
+    assert command.main(arguments(tmp_path, target)) == 0
+    assert files(tmp_path) == files(made)
+
+
+def test_a_trained_head_is_decoded_with(made, target, tmp_path, capsys):
+    argv = ["--target", str(target), "--method", "jetspec", "--head", str(made / "run" / "head")]
+    small = ["--budget", "3", "--max-new-tokens", "8", "--prompt", "HELLO", "A"]
+    assert run.main([*argv, *small, "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["summary"]["identical_to_ar"] == "2/2"
+    assert report["summary"]["draft_passes"] > 0
+    assert "identical to ar" in capsys.readouterr().out
+
+
+def test_the_card_says_what_the_run_was(made, target):
+    card = (made / "run" / "head" / "README.md").read_text()
+    loaded = jspec.load(target)
+    head = jspec.load_head(made / "run" / "head", loaded)
+    size = sum(x.size for x in jax.tree.leaves(head.params))
+    rows = read_log(made / "run")
+    best = max(rows, key=lambda row: row["tree"])  # the first of the best ones
+    for part in (
+        "# A JetSpec head for",
+        loaded.fingerprint,
+        f"{size:,} in bfloat16",
+        "64 of the target's 64 tokens",
+        "`<s>`, id 61",
+        "layers 0, 1 of the target's 2",
+        "| turns | 12 |",
+        "| temperatures | 0.0, 0.9 |",
+        f"these are the weights of step {best['step']} |",
+        "kind ce, gamma 0.0",
+        "learning_rate 0.003",
+        f"- {best['tree']:.3f} with the best trees of 4 nodes",
+        f"- {best['chain']:.3f} with chains of 3 nodes",
+        "Apache-2.0, as jspec; trained on text written by the target",
+    ):
+        assert part in card
+    shards = [np.load(path) for path in (made / "library" / "text").glob("*.npz")]
+    texts = sum(len(shard["lengths"]) for shard in shards)
+    said = int(card.split(" texts with ")[0].rsplit("\n", 1)[1])
+    assert 0 < said <= texts - CONFIG["optim"]["held_out"]
+
+
+def test_prompts_from_a_file_are_answered(target, tmp_path):
+    lines = [{"prompt": f"WHAT IS {i}?"} for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    argv = ["--text.turns", "0", "--text.prompts", str(tmp_path / "p.jsonl"), "text"]
+    assert command.main(arguments(tmp_path, target, *argv)) == 0
+    assert not list((tmp_path / "library").glob("turns*"))
+    shards = [np.load(path) for path in (tmp_path / "library" / "text").glob("*.npz")]
+    assert sorted(np.concatenate([shard["prompts"] for shard in shards])) == [*range(5)]
+
+
+# What is refused.
+
+
+def assert_refused(capsys, argv, *says):
+    assert command.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jspec: error: ") and err.count("\n") == 1 and err.endswith("\n")
+    for part in says:
+        assert part in err
+
+
+OPTIONS = {
+    "an unknown key": ({"bugdet": 3}, "bugdet"),
+    "an unknown key of a group": (
+        {"optim": {"stepz": 3}},
+        "'optim' does not accept option 'stepz'",
+    ),
+    "a word for a number": (
+        {"optim": {"steps": "many"}},
+        "--optim.steps: expected a whole number, got many",
+    ),
+    "a number for a list": ({"head": {"taps": 3}}, "--head.taps: expected a list, got 3"),
+    "a number for a text": ({"text": {"prompts": 3}}, "--text.prompts: expected text, got 3"),
+    "a number for a switch": ({"keep_taps": 3}, "--keep_taps: expected on or off, got 3"),
+    "a number for a group": ({"optim": 3}, "--optim must be a mapping of options, got 3"),
+    "nothing for a number": ({"text": {"seed": None}}, "--text.seed must not be null"),
+    "nothing for a name": ({"target": None}, "--target must not be null"),
+    "an unknown loss": ({"loss": {"kind": "mse"}}, "--loss.kind: expected one of ce, fkl, rkl"),
+    "an endless rate": ({"optim": {"learning_rate": float("inf")}}, "learning_rate must be finite"),
+    "a seed below 0": ({"batch": {"seed": -1}}, "seed must be in 0.."),
+    "a large seed": ({"text": {"seed": 1 << 40}}, "seed must be in 0.."),
+    "a run without a name": ({"run": ""}, "run must not be empty"),
+    "a list": ([1], "config"),
+}
+
+
+@pytest.mark.parametrize(("config", "says"), OPTIONS.values(), ids=OPTIONS)
+def test_a_wrong_config_file_is_one_line(tmp_path, monkeypatch, capsys, config, says):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(yaml.safe_dump(config))
+    assert_refused(capsys, ["--config", "c.yaml"], says)
+    assert os.listdir() == ["c.yaml"]
+
+
+NO_HEAD = {
+    "a tap too high": (["--head.taps", "[0, 2]"], "taps must be target layers 0..1, got 2"),
+    "a tap below 0": (["--head.taps", "[-1]"], "taps must be target layers 0..1, got -1"),
+    "an unknown mask token": (
+        ["--head.mask_token", "<mask>"],
+        "head.mask_token: the target's tokenizer has no token '<mask>'",
+    ),
+    "too large a draft vocabulary": (
+        ["--head.draft_vocab_size", "65"],
+        "draft_vocab_size must be in 1..64, got 65",
+    ),
+    "no target": (["--target", "nowhere"], "no target 'nowhere'"),
+    "no stage": (["heads"], "no stage 'heads': there are text, head, export"),
+    "no prompts": (["--text.prompts", "config.yaml/x"], "cannot read prompts from config.yaml/x"),
+}
+
+
+@pytest.mark.parametrize(("argv", "says"), NO_HEAD.values(), ids=NO_HEAD)
+def test_what_cannot_be_is_refused_before_text_is_written(target, tmp_path, capsys, argv, says):
+    assert_refused(capsys, arguments(tmp_path, target, *argv), says)
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize("place", ["library", "run"])
+def test_a_file_in_a_folder_s_place(target, tmp_path, capsys, place):
+    (tmp_path / place).write_text("mine")
+    assert_refused(capsys, arguments(tmp_path, target), f"{place} must be a folder, ", "is a file")
+    assert (tmp_path / place).read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == sorted(["config.yaml", place])
+
+
+def test_an_empty_file_of_prompts(target, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text("\n")
+    argv = ["--text.turns", "0", "--text.prompts", str(tmp_path / "p.jsonl")]
+    assert_refused(capsys, arguments(tmp_path, target, *argv), "p.jsonl has no prompts")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "A" * 99}))
+    assert_refused(capsys, arguments(tmp_path, target, *argv), "there is nothing to answer", "(12)")
+
+
+def test_a_library_with_nothing_to_learn(copy, target, capsys):
+    for path in (copy / "library" / "text").glob("*"):
+        with np.load(path) as shard:
+            arrays = dict(shard)
+        # Answers of one token: the texts end right after it.
+        arrays["starts"] = arrays["lengths"] - 1
+        np.savez(path, **arrays)
+    says = "has no text of two tokens or more to train on"
+    assert_refused(capsys, arguments(copy, target, "head"), says)
+    shutil.rmtree(copy / "library" / "text")
+    assert_refused(capsys, arguments(copy, target, "head"), says)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["text", "--text.seed", "1"], "library holds text of another config (seed differ)"),
+        (["head", "--optim.steps", "8"], "run holds a run of another config (optim differ)"),
+        (["export", "--head.causal", "false"], "run holds a run of another config (head differ)"),
+    ],
+)
+def test_another_config_is_not_gone_on_with(copy, target, capsys, argv, says):
+    before = everything(copy)
+    assert_refused(capsys, arguments(copy, target, *argv), says)
+    assert everything(copy) == before
+
+
+def test_another_target_is_not_gone_on_with(copy, tiny_model, tmp_path_factory, capsys):
+    folder = tmp_path_factory.mktemp("other")
+    other = write_target(folder, tiny_model, num_layers=2, seed=1)
+    before = everything(copy)
+    assert_refused(capsys, arguments(copy, other, "text"), "(target differ)")
+    assert_refused(capsys, arguments(copy, other, "head"), "target")
+    assert {path: data for path, data in everything(copy).items() if path in before} == before
+
+
+@pytest.mark.parametrize(
+    ("stage", "pattern"),
+    [
+        ("text", "library/text.json"),
+        ("text", "library/turns-00001.json"),
+        ("head", "library/text/00001.npz"),
+        ("head", "library/taps/00001.npy"),
+        ("head", "run/config.json"),
+        ("head", "run/last/*/default/manifest.ocdbt"),
+        ("export", "run/best/*/default/_METADATA"),
+    ],
+)
+@pytest.mark.parametrize("part", [0, 0.5])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_file_is_named(copy, target, capsys, stage, pattern, part):
+    (path,) = copy.glob(pattern)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    before = everything(copy)
+    name = path.parent if "default" in pattern else path
+    while name.name == "default":
+        name = name.parent
+    assert_refused(capsys, arguments(copy, target, stage), f"{name} cannot be read: ")
+    after = everything(copy)
+    assert {path: after[path] for path in before} == before
+
+
+def test_a_log_cut_short_is_no_error(copy, made, target):
+    path = copy / "run" / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:20])
+    shutil.rmtree(copy / "run" / "head")
+    assert command.main(arguments(copy, target, "head", "export")) == 0
+    assert path.read_text() == "".join(lines[:2])
+    assert files(copy)[1] == files(made)[1]
+
+
+# From outside.
+
+# Kills itself at the n-th change of a file below a folder.
+FRAGILE = """
+import os, signal, sys
+folder, left = sys.argv.pop(1), int(sys.argv.pop(1))
+def hook(event, args):
+    global left
+    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wa+x")
+    if writes or event in ("os.rename", "os.mkdir", "os.rmdir", "shutil.rmtree"):
+        if str(args[0]).startswith(folder):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+from jspec.train.__main__ import main
+sys.exit(main())
+"""
+
+
+def start(cache, *run):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    return subprocess.Popen(
+        [sys.executable, *run],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env | {"JSPEC_CACHE": str(cache)},
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_the_same(target, tmp_path):
+    cache, whole = tmp_path / "cache", tmp_path / "whole"
+    whole.mkdir()
+    longer = CONFIG | {"optim": CONFIG["optim"] | {"steps": 12}}
+    process = start(cache, "-m", "jspec.train", *arguments(whole, target, config=longer))
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    rng = random.Random(0)
+    for after in ("changes", "changes", "seconds"):
+        folder = tmp_path / f"{after}-{rng.random()}"
+        folder.mkdir()
+        argv = arguments(folder, target, config=longer)
+        killed = 0
+        while True:
+            # At first in the text, whose changes are fewer; towards the end hardly ever.
+            left = rng.randrange(3, 40) if after == "changes" else 0
+            process = start(cache, "-c", FRAGILE, str(folder), str(left), *argv)
+            if after == "seconds" and killed < 6:
+                time.sleep(rng.uniform(3, 12))
+                process.send_signal(signal.SIGKILL)
+            _, err = process.communicate(timeout=600)
+            if process.returncode == 0:
+                break
+            assert process.returncode == -signal.SIGKILL, err
+            killed += 1
+        assert killed
+        assert files(folder) == files(whole)
+
+
+def test_the_module_is_a_command(tmp_path):
+    process = start(tmp_path, "-m", "jspec.train", "--optim.steps", "0")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err == "jspec: error: steps must be 1 or above, got 0\n"
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/train").glob("*.yaml")), ids=lambda p: p.stem)
+def test_committed_configs(path):
+    options, stages = parse(["--config", str(path)])
+    assert path.stem.removeprefix("smollm2-") in options.run and len(stages) == 3
