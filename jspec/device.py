@@ -13,6 +13,8 @@ from jaxtyping import DTypeLike
 from jspec.models.fetch import cache_dir
 
 Accel = Literal["auto", "cpu", "gpu", "tpu"]
+Dtype = Literal["auto", "fp32", "bf16"]
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def pick_accelerator(accel: Accel) -> None:
@@ -57,9 +59,16 @@ def keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def default_dtype() -> DTypeLike:
-    """fp32 on a CPU, where bf16 products are slow; bf16 elsewhere."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+def weights_dtype(name: Dtype) -> DTypeLike:
+    """The dtype that an option names; auto: bf16, but fp32 on a CPU, where tokens should not depend on rounding."""
+    if name == "auto":
+        name = "fp32" if jax.default_backend() == "cpu" else "bf16"
+    return DTYPES[name]
+
+
+def cache_dtype(weights: DTypeLike) -> DTypeLike:
+    """Of cached keys and values: that of the weights, but fp32 on a CPU, where few products are fast in bf16."""
+    return jnp.float32 if jax.default_backend() == "cpu" else weights
 
 
 def device_name() -> str:

@@ -11,11 +11,10 @@ import jsonargparse
 import yaml
 
 from jspec.benches import BENCHES, is_text
-from jspec.device import Accel
+from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
 
 Switch = Literal["on", "off"]
-Dtype = Literal["auto", "fp32", "bf16"]
 Attention = Literal["auto", "xla", "pallas"]
 MAX_BATCH = 1024
 ONE_DEVICE = "data=1,model=1"

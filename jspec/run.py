@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 from rich.console import Console
@@ -18,7 +17,7 @@ from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
 from jspec.checkpoint import Head, load_head, shipped_head
 from jspec.comparison import Comparison
 from jspec.decode import decode_round
-from jspec.device import default_dtype, keep_compilations, pick_accelerator
+from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
 from jspec.driver import Event
 from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
@@ -45,7 +44,6 @@ from jspec.text import (
     target_stops,
 )
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 DRAWN_ROUNDS = 3  # of --tree: those in which something was drafted
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
@@ -128,8 +126,7 @@ def prepare(options: Options) -> Job:
     prompts = read_all(options)
     pick_accelerator(options.accel)
     keep_compilations()
-    dtype = default_dtype() if options.dtype == "auto" else DTYPES[options.dtype]
-    target = load_target(options.target, dtype)
+    target = load_target(options.target, weights_dtype(options.dtype))
     options = choose(options, target)
     factory = find_method(options)
     head = load_head(options.head, target) if factory.headed else None

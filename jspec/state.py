@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.attention import Implementation
+from jspec.device import cache_dtype
 from jspec.method import MAX_BUDGET, Memory, Method, MethodState, Params, check_range
 from jspec.models.config import ModelConfig
 from jspec.sampling import Sampling
@@ -159,7 +160,7 @@ def new_state(
 
     Args:
       plan: static.
-      params: as the steps take them; the cache takes its dtype from the target's embedding.
+      params: as the steps take them; see ``jspec.device.cache_dtype`` for the cache's dtype.
       batch: B.
       capacity: cache rows a slot; see ``capacity_for``.
       key: ``jax.random.key(seed)``.
@@ -175,7 +176,7 @@ def new_state(
     if stops.ndim != 2 or stops.shape[1] != config.vocab_size:
         raise ValueError(f"stops must be [states, {config.vocab_size}], got {list(stops.shape)}")
     shape = (batch, config.num_kv_heads, capacity, config.head_dim)
-    dtype = params["target"]["embed"].dtype
+    dtype = cache_dtype(params["target"]["embed"].dtype)
 
     # Every leaf is an array of its own: a state is donated, and a buffer can be donated only once.
     def empty():

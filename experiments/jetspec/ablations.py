@@ -21,7 +21,7 @@ import numpy as np
 
 from experiments.cells import Cells
 from experiments.jetspec.acceptance import counts, make_tables, record_bench, replay_tables, tau
-from jspec.device import device_name, keep_compilations
+from jspec.device import device_name, keep_compilations, weights_dtype
 from jspec.models.load import Target, load_target
 from jspec.report import markdown_table
 from jspec.train.data import read_libraries
@@ -279,7 +279,8 @@ def main():
     names = args.names or list(VARIANTS)
     keep_compilations()
     try:
-        target = load_target(parse([f"--config={BASE}", *args.further])[0].target)
+        base = parse([f"--config={BASE}", *args.further])[0]
+        target = load_target(base.target, weights_dtype(base.dtype))
         if args.part == "train":
             train(names, args, target)
         else:

@@ -38,6 +38,7 @@ def main():
     parser.add_argument("--maths", type=int, default=2400)
     parser.add_argument("--chat", type=int, default=2400)
     parser.add_argument("--code", type=int, default=1600)
+    parser.add_argument("--skip", nargs=3, type=int, default=[0, 0, 0], help="of each source")
     parser.add_argument("--answers", action="store_true", help="write the sources' answers too")
     args = parser.parse_args()
     held_out = {p.messages[-1]["content"] for name in BENCHES for p in load_bench(name)}
@@ -47,14 +48,14 @@ def main():
         "stdlib": (code(), args.code),
     }
     with args.out.open("w") as file:
-        for name, (pairs, count) in sources.items():
+        for skip, (name, (pairs, count)) in zip(args.skip, sources.items()):
             answers = {}  # of a prompt that comes again the first one counts
             for prompt, answer in pairs:
                 answers.setdefault(prompt, answer)
             prompts = [prompt for prompt in answers if prompt not in held_out]
             random.Random(SEED).shuffle(prompts)
             written = 0
-            for number, prompt in enumerate(prompts[:count]):
+            for number, prompt in enumerate(prompts[skip : skip + count], skip):
                 row = {"id": f"{name}/{number}", "prompt": prompt}
                 if args.answers:
                     if not answers[prompt]:

@@ -30,7 +30,7 @@ def tree_attention(
       k_ctx: cached keys, kv head before position; rows at or beyond ``length`` are never read into the result.
       v_ctx: cached values; what stands beyond ``length`` must be finite.
       length: cached rows in use.
-      k_new: keys of this pass, M rows; M and Q may differ.
+      k_new: keys of this pass, M rows; M and Q may differ. Queries and new rows take the dtype of the cached ones.
       v_new: values of this pass.
       visible: bit ``j % 32`` of word ``j // 32`` says whether the query sees new row j; W = ceil(M / 32).
       q_positions: positions of the queries, needed with ``window``.

@@ -27,12 +27,13 @@ def xla_tree_attention(
     batch, queries, heads, head_dim = q.shape
     kv_heads, capacity = k_ctx.shape[1:3]
     rows = k_new.shape[1]
+    k_new, v_new = k_new.astype(k_ctx.dtype), v_new.astype(v_ctx.dtype)
     scale = head_dim**-0.5 if scale is None else scale
     group = heads // kv_heads
     # Rows of one kv head: [B, kh, G * Q, hd]. Scores as [rows, keys] keep softmax along the contiguous axis (on XLA:CPU
     # half the time of [keys, rows] for few queries).
     folded = q.reshape(batch, queries, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4) * scale
-    folded = folded.reshape(batch, kv_heads, group * queries, head_dim)
+    folded = folded.reshape(batch, kv_heads, group * queries, head_dim).astype(k_ctx.dtype)
 
     at = jnp.arange(capacity)
     in_ctx = (at < length[:, None])[:, None]  # [B, 1 or Q, C]

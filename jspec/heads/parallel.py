@@ -23,11 +23,11 @@ from jaxtyping import Array, DTypeLike, Float, Int, Key
 from jspec.attention import tree_attention
 from jspec.decode import write_rows
 from jspec.heads.config import HeadConfig
+from jspec.models.products import product
 from jspec.models.transformer import (
     Attend,
     forward,
     output_logits,
-    product,
     rms_norm,
     rope,
     rope_angles,
@@ -85,7 +85,7 @@ class ParallelHead(nnx.Module):
         """Keys (after rope) and values [M, kh, hd] that the tapped states give in each layer."""
         config, eps = self.config.stack, self.config.norm_eps
         cos, sin = rope_angles(config, positions)
-        x = self.fc[...] @ taps.reshape(taps.shape[0], -1).T
+        x = product(self.fc[...], taps.reshape(taps.shape[0], -1).T)
         x = rms_norm(x, self.hidden_norm[...], eps)
         keys, values = [], []
         for layer in self.layers:
@@ -321,18 +321,16 @@ def block_hidden(
         if (window := config.windows[layer]) is not None:
             seen = seen & (at > positions[..., None] - window)
         # Axes in the order in which a batched product leaves them: scores are not transposed.
-        outer = jnp.einsum(
-            "bankgh,bskh->bkangs", q, keys[layer], preferred_element_type=jnp.float32
-        )
-        inner = jnp.einsum("bankgh,bamkh->bkangm", q, k, preferred_element_type=jnp.float32)
+        outer = jnp.einsum("bankgh,bskh->bkangs", q, keys[layer])
+        inner = jnp.einsum("bankgh,bamkh->bkangm", q, k)
         outer = jnp.where(seen[:, None, :, :, None], outer, -jnp.inf)
         inner = jnp.where(_within(config, layer, size)[:, None], inner, -jnp.inf)
         top = lax.stop_gradient(jnp.maximum(outer.max(-1), inner.max(-1)))[..., None]
         outer, inner = jnp.exp(outer - top), jnp.exp(inner - top)
         total = outer.sum(-1) + inner.sum(-1)
-        out = jnp.einsum("bkangs,bskh->bkangh", outer.astype(v.dtype), values[layer])
-        out = out + jnp.einsum("bkangm,bamkh->bkangh", inner.astype(v.dtype), v)
-        out = (out / total[..., None]).astype(v.dtype).transpose(0, 2, 3, 1, 4, 5)
+        out = jnp.einsum("bkangs,bskh->bkangh", outer, values[layer])
+        out = out + jnp.einsum("bkangm,bamkh->bkangh", inner, v)
+        out = (out / total[..., None]).transpose(0, 2, 3, 1, 4, 5)
         return out.reshape(-1, config.num_heads, config.head_dim)
 
     roots = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1)

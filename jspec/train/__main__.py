@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jspec.device import keep_compilations, pick_accelerator
+from jspec.device import keep_compilations, pick_accelerator, weights_dtype
 from jspec.models.load import load_target
 from jspec.train.options import STAGES, parse
 from jspec.train.stages import export_trained, train_head, write_library
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, stages = parse(argv)
         pick_accelerator(options.accel)
         keep_compilations()
-        target = load_target(options.target)
+        target = load_target(options.target, weights_dtype(options.dtype))
         run = {"text": write_library, "head": train_head, "export": export_trained}
         for stage in STAGES:
             if stage in stages:

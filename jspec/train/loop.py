@@ -159,7 +159,7 @@ def train_step(
       batch: see ``Batches``.
     """
     if taps:
-        states = batch.taps.astype(frozen.output.dtype)
+        states = batch.taps
     else:
         taps = (*head_config.taps, target.num_layers)
         states = target_taps(target, frozen.target, batch.tokens, taps)
@@ -172,12 +172,14 @@ def train_step(
         at = jnp.minimum(at, batch.tokens.shape[1] - 1).reshape(batch.tokens.shape[0], -1)
         final = states[:, :, taps.index(target.num_layers)]
         teacher = jnp.take_along_axis(final, at[..., None], axis=1)
-        teacher = teacher.reshape(-1, hidden_size).T
+        teacher = teacher.reshape(-1, hidden_size).T.astype(jnp.float32)
 
     def objective(head):
+        # Products take the target's dtype; what is trained, and the moments, stay in fp32.
+        narrow = jax.tree.map(lambda x: x.astype(frozen.output.dtype) if x.ndim > 1 else x, head)
         hidden = block_hidden(
             head_config,
-            head,
+            narrow,
             frozen.target,
             states[:, :, columns],
             batch.tokens,
@@ -356,8 +358,9 @@ class Trainer:
 
     def evaluate(self, head: dict[str, Any] | None = None) -> dict[str, Any]:
         """Held-out acceptance by plan, and the share of rounds that reach each depth; default: of the head as it is."""
-        head = self.state.head if head is None else head
-        params = {"target": self.frozen.target, "head": self.as_params(head)}
+        head, dtype = self.state.head if head is None else head, self.frozen.output.dtype
+        head = self.as_params(jax.tree.map(lambda x: x.astype(dtype), head))
+        params = {"target": self.frozen.target, "head": head}
         return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
 
     def _keep(self, step: int, row: dict[str, Any]) -> None:

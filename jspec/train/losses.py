@@ -1,18 +1,23 @@
 """What a draft head is trained for: the target's next tokens at the slots of a block, or its distribution over them.
 
 Slot k = 1 .. D of a block predicts the token k places after the anchor. A loss is a mean over slots of their losses,
-weighted by how much a slot matters. Where slots are many, the output head is applied to a part of them at a time and
-once more for the gradient, so that no array of all slots' logits is ever there.
+weighted by how much a slot matters. The output head is applied to a part of the slots at a time, so that no array of
+all slots' logits is ever there. The head is frozen and a slot's loss is its own: a part's gradient is made with it, and
+the backward pass computes nothing again.
 """
 
 import dataclasses
 import math
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from jspec.models.products import product
+from jspec.sampling import top_k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,47 +85,70 @@ def slot_losses(
     """
     if loss.kind != "ce" and teacher is None:
         raise ValueError(f"a {loss.kind} loss needs the target's final states as teacher")
+    teacher = hidden if teacher is None else teacher
     teacher_output = output if teacher_output is None else teacher_output
+    return _slots(loss, output, hidden, labels, teacher, teacher_output)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _slots(loss, output, hidden, labels, teacher, teacher_output):
+    return _with_gradient(loss, output, hidden, labels, teacher, teacher_output)[0]
+
+
+def _with_gradient(loss, output, hidden, labels, teacher, teacher_output):
+    """The slots, and the gradient of each slot's loss by its own states: f32[H, M]."""
     slots = hidden.shape[1]
     size = min(loss.chunk, slots)
-    parts = -(-slots // size)
+    pad = -slots % size
 
-    def cut(x):  # [M, ...] -> [parts, size, ...]
-        x = jnp.pad(x, [(0, parts * size - slots)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(parts, size, *x.shape[1:])
-
-    def rows(x):  # [H, M] -> [parts, size, H]
-        # In memory too: XLA:CPU takes up to twice as long for a product with a transposed operand.
-        return cut(lax.optimization_barrier(x.T))
+    def cut(x):  # [..., M] -> [chunks, ..., size]
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
 
     def one(part):
         states, label, taught = part
-        logits = jnp.matmul(states, output.T, preferred_element_type=jnp.float32)  # [size, V]
-        total = jax.nn.logsumexp(logits, axis=1)
-        at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[:, None], axis=1)[:, 0]
-        label_logp = at_label - total
-        hit = lax.stop_gradient(at_label >= logits.max(axis=1)).astype(jnp.float32)
-        if loss.kind == "ce":
-            return Slots(-label_logp, label_logp, hit)
-        wanted = jnp.matmul(taught, teacher_output.T, preferred_element_type=jnp.float32)
-        if loss.teacher_top_k:
-            least = lax.top_k(wanted, min(loss.teacher_top_k, wanted.shape[1]))[0][:, -1:]
-            wanted = jnp.where(wanted >= least, wanted, -jnp.inf)
-        wanted = lax.stop_gradient(jax.nn.log_softmax(wanted, axis=1))
-        logps = logits - total[:, None]
-        if loss.kind == "fkl":
-            p = jnp.exp(wanted)
-            terms = p * (jnp.where(p > 0, wanted, 0) - logps)
-        else:
-            # Outside the teacher's top tokens its probability is a floor, else the divergence would be infinite.
-            terms = jnp.exp(logps) * (logps - jnp.maximum(wanted, -20.0))
-        return Slots(terms.sum(axis=1), label_logp, hit)
 
-    if parts > 1:
-        one = jax.checkpoint(one)
-    taught = rows(hidden if teacher is None else teacher)
-    found = lax.map(one, (rows(hidden), cut(labels), taught))
-    return Slots(*(x.reshape(-1)[:slots] for x in found))
+        def losses(states):
+            said = _part(loss, output, states, label, taught, teacher_output)
+            return said.loss, said
+
+        value, pull, said = jax.vjp(losses, states, has_aux=True)
+        return said, pull(jnp.ones_like(value))[0]
+
+    said, gradient = lax.map(one, (cut(hidden), cut(labels), cut(teacher)))
+    joined = jnp.moveaxis(gradient, 0, 1).reshape(gradient.shape[1], -1)
+    return Slots(*(x.reshape(-1)[:slots] for x in said)), joined[:, :slots]
+
+
+def _slots_back(loss, gradient, by):
+    return None, by.loss * gradient, None, None, None
+
+
+_slots.defvjp(_with_gradient, _slots_back)
+
+
+def _part(loss, output, states, label, taught, teacher_output):
+    """The slots of one part."""
+    logits = product(output, states)
+    total = jax.nn.logsumexp(logits, axis=0)
+    at_label = jnp.take_along_axis(logits, jnp.maximum(label, 0)[None], axis=0)[0]
+    label_logp = at_label - total
+    hit = (at_label >= logits.max(axis=0)).astype(jnp.float32)
+    if loss.kind == "ce":
+        return Slots(-label_logp, label_logp, hit)
+    wanted = product(teacher_output, taught)
+    if loss.teacher_top_k:
+        least = top_k(wanted, min(loss.teacher_top_k, wanted.shape[0]))[0][:, -1]
+        wanted = jnp.where(wanted >= least, wanted, -jnp.inf)
+    wanted = jax.nn.log_softmax(wanted, axis=0)
+    logps = logits - total
+    if loss.kind == "fkl":
+        p = jnp.exp(wanted)
+        terms = p * (jnp.where(p > 0, wanted, 0) - logps)
+    else:
+        # Outside the teacher's top tokens its probability is a floor, else the divergence would be infinite.
+        terms = jnp.exp(logps) * (logps - jnp.maximum(wanted, -20.0))
+    return Slots(terms.sum(axis=0), label_logp, hit)
 
 
 def slot_weights(

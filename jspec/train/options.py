@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jsonargparse
 
-from jspec.device import Accel
+from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Parser, one_line
 from jspec.train.data import BatchConfig
@@ -56,6 +56,7 @@ class TrainOptions:
       max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
       accel: where to run.
+      dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
         made again in every step.
       teacher: keep its final states too, which KL losses need.
@@ -75,6 +76,7 @@ class TrainOptions:
     max_texts: int | None = None
     run: str = "run"
     accel: Accel = "auto"
+    dtype: Dtype = "auto"
     keep_taps: bool = True
     teacher: bool = True
     text: TextConfig = dataclasses.field(default_factory=TextConfig)

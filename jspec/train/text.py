@@ -171,7 +171,10 @@ def write(
         rows = run.state.rows.prompt
         slot = int(np.flatnonzero(np.asarray(rows) == event.index)[0])
         kept = run.state.method.rows
-        taps = np.asarray(kept.taps[slot, : len(tokens) - 1]) if kept else np.zeros((0, 0, 0))
+        # One shape for all texts: a slice of each length would be a program of its own.
+        taps = (
+            np.asarray(kept.taps[slot])[: len(tokens) - 1].copy() if kept else np.zeros((0, 0, 0))
+        )
         yield Written(event.index, tokens, len(prompt), taps)
 
 
@@ -251,11 +254,11 @@ class Library:
         if config.prompts is not None:
             content = Path(config.prompts).read_bytes()
             wanted["prompts"] = hashlib.sha256(content).hexdigest()[:16]
-        wanted = json.loads(json.dumps(wanted | {"target": target.fingerprint, "taps": taps}))
+        wanted |= {"target": target.fingerprint, "dtype": target.params["embed"].dtype.name}
+        wanted = json.loads(json.dumps(wanted | {"taps": taps}))
         path = self.folder / "text.json"
         if path.exists():
-            # A library may be older than the choice of answers.
-            there = {"answers": "written"} | read_json(path)
+            there = read_json(path)
             if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
                 raise ValueError(
                     f"{self.folder} holds text of another config ({', '.join(changed)} differ): "

