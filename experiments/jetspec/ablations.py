@@ -21,12 +21,14 @@ import numpy as np
 
 from experiments.cells import Cells
 from experiments.jetspec.acceptance import counts, make_tables, record_bench, replay_tables, tau
+from jspec.checkpoint import load_head, save_head
 from jspec.device import device_name, keep_compilations, weights_dtype
 from jspec.models.load import Target, load_target
 from jspec.report import markdown_table
 from jspec.train.data import read_libraries
+from jspec.train.log import read_log
 from jspec.train.options import TrainOptions, parse
-from jspec.train.stages import open_run, train_head
+from jspec.train.stages import train_head
 
 HERE = Path(__file__).parent
 BASE = HERE.parent.parent / "configs" / "train" / "ablation.yaml"
@@ -103,65 +105,55 @@ def options_of(name: str, args: argparse.Namespace, target: Target) -> TrainOpti
     return options
 
 
-def log_of(options: TrainOptions) -> list[dict[str, Any]]:
-    """The log of a run that is finished; else nothing."""
-    path = Path(options.run) / "log.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return rows if rows and rows[-1]["step"] == options.optim.steps else []
-
-
 def train(names: Sequence[str], args: argparse.Namespace, target: Target) -> None:
     for name in names:
-        options = options_of(name, args, target)
-        if not log_of(options):
+        if not (args.work / name / "head").exists():
             print(f"{name}: {VARIANTS[name].title}", flush=True)
-            train_head(options, target)
+            run = train_head(options_of(name, args, target), target)
+            save_head(args.work / name / "head", run.config, run.as_params(run.best_head()))
 
 
 def evaluate(names: Sequence[str], args: argparse.Namespace, target: Target, cells: Cells) -> None:
     recordings = {}
     cases = [(bench, tree, n) for bench in BENCHES for tree in ("chain", "exact") for n in BUDGETS]
     for name in names:
-        options = options_of(name, args, target)
-        rows = log_of(options)
-        if not rows:
-            print(f"{name}: not finished", flush=True)
+        folder = args.work / name
+        if not (folder / "head").exists():
+            print(f"{name}: not trained to the end", flush=True)
             continue
-        config = (Path(options.run) / "config.json").read_bytes()
-        mine = {"variant": name, "run": hashlib.sha256(config).hexdigest()[:8]}
+        digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+        mine = {"variant": name, "run": digest[:8]}
         if not cells.has(part="training", **mine):
-            cells.add(part="training", **mine, **summary(rows))
-        tables, run = {}, None
+            cells.add(part="training", **mine, **summary(read_log(folder)))
+        head, tables = None, {}
         for bench, tree, budget in cases:
             keys = mine | {"part": "acceptance", "bench": bench, "tree": tree, "budget": budget}
             if cells.has(**keys):
                 continue
-            if run is None:
-                run = open_run(options, target)
-                head, taps = run.as_params(run.best_head()), run.config.taps
+            head = head or load_head(folder / "head", target)
+            taps = head.config.taps
+            if (bench, taps) not in recordings:
+                shape = {"new": NEW, "depth": 15}  # as deep as the largest block
+                recordings[bench, taps] = record_bench(target, bench, PROMPTS, taps, **shape)
+            texts = recordings[bench, taps]
             if bench not in tables:
-                if (bench, taps) not in recordings:
-                    shape = {"new": NEW, "depth": 15}  # as deep as the largest block
-                    recordings[bench, taps] = record_bench(target, bench, PROMPTS, taps, **shape)
-                texts = recordings[bench, taps]
+                given = (head.config, head.params, target.params)
                 shape = {"new": NEW, "width": max(BUDGETS) - 1}
-                tables[bench] = make_tables(run.config, head, target.params, texts, taps, **shape)
+                tables[bench] = make_tables(*given, texts, taps, **shape)
             done = replay_tables(target, texts, tables[bench], tree, budget, new=NEW)
             cells.add(**keys, **counts(done))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of a log: the last training loss, the best held-out acceptance length, seconds of steps, slots a second."""
-    seconds = sum(row["seconds"] for row in rows)
-    slots = sum(row["seconds"] * row["slots_per_second"] for row in rows)
+    """Of a log: the last training loss, the best held-out acceptance length, seconds of steps, usual slots a second."""
     best = max(rows, key=lambda row: row["tree"])
     return {
         "steps": rows[-1]["step"],
         "loss": rows[-1]["loss"],
         "held_out": best["tree"],
         "best_step": best["step"],
-        "seconds": round(seconds, 1),
-        "slots_per_second": round(slots / max(seconds, 1e-9), 1),
+        "seconds": round(sum(row["seconds"] for row in rows), 1),
+        "slots_per_second": statistics.median(row["slots_per_second"] for row in rows),
     }
 
 

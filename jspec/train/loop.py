@@ -349,6 +349,7 @@ class Trainer:
             said.append(numbers)
             tick()
             if (step + 1) % self.optim.eval_every == 0 or step + 1 == self.optim.steps:
+                jax.block_until_ready(said)  # steps are dispatched long before they are done
                 row = summary(step + 1, said, time.perf_counter() - start)
                 row |= self.evaluate()
                 add_row(self.folder, row)
