@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from jspec.benches import BUILT_IN, load_bench
-from jspec.device import device_name
+from jspec.device import DTYPES, device_name
 from jspec.driver import STEPS, decode_all
 from jspec.methods import ar, prompt_lookup, token_recycling
 from jspec.models.load import load_target, locate
@@ -42,14 +42,15 @@ def median_ms(seconds):
     return 1000 * statistics.median(seconds)
 
 
-def steps(target, model):
-    """Milliseconds of a step of N rows over a 256-row cache, and of transformers' single step."""
-    params = {"target": target.params}
-    plan = Plan(target.config, ar())
+def steps(targets, model):
+    """Milliseconds of a step of N rows over a 256-row cache, by dtype, and of transformers' single step."""
     ids = np.arange(CONTEXT + 1) % 1000 + 500
-    state = new_state(plan, params, 1, 256, jax.random.key(0))
-    state = admit(plan, params, state, 0, ids.tolist(), 0, 40)
     step = jax.jit(run_rows, static_argnums=(0, 4))
+
+    def begin(target):
+        params, plan = {"target": target.params}, Plan(target.config, ar())
+        state = new_state(plan, params, 1, 256, jax.random.key(0))
+        return plan, params, admit(plan, params, state, 0, ids.tolist(), 0, 40)
 
     def chain(rows):
         nodes = jnp.arange(rows)[None]
@@ -57,18 +58,19 @@ def steps(target, model):
         tokens = 100 + nodes
         return Tree(tokens, nodes - 1, nodes, -1.0 * nodes, jnp.zeros_like(nodes), live)
 
+    given = {dtype: begin(target) for dtype, target in targets.items()}
     trees = {rows: chain(rows) for rows in ROWS}
     prefix = torch.tensor(ids[None, :CONTEXT])
-    ours, theirs = {rows: [] for rows in ROWS}, []
+    ours, theirs = {(dtype, rows): [] for dtype in targets for rows in ROWS}, []
     with torch.inference_mode():
         past = model(prefix, use_cache=True).past_key_values
         for turn in range(REPEATS + 2):
-            for rows, tree in trees.items():
+            for dtype, rows in ours:
                 for _ in range(3):
                     start = time.perf_counter()
-                    jax.block_until_ready(step(plan, params, state, tree, rows))
+                    jax.block_until_ready(step(*given[dtype], trees[rows], rows))
                     if turn > 1:
-                        ours[rows].append(time.perf_counter() - start)
+                        ours[dtype, rows].append(time.perf_counter() - start)
             for _ in range(5):
                 start = time.perf_counter()
                 out = model(prefix[:, :1], past_key_values=past, use_cache=True)
@@ -76,7 +78,7 @@ def steps(target, model):
                 if turn > 1:
                     theirs.append(time.perf_counter() - start)
                 past.crop(-1)
-    return {rows: median_ms(s) for rows, s in ours.items()}, median_ms(theirs)
+    return {key: median_ms(s) for key, s in ours.items()}, median_ms(theirs)
 
 
 def end_to_end(target, model):
@@ -122,24 +124,33 @@ def overhead(target):
 def main():
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(2)
-    target, model = load_target("smollm2-135m"), torch_model()
-    ours, base = steps(target, model)
+    targets = {dtype: load_target("smollm2-135m", kind) for dtype, kind in DTYPES.items()}
+    target, model = targets["fp32"], torch_model()
+    ours, base = steps(targets, model)
     decoding, whole, theirs = end_to_end(target, model)
-    rows = [[n, ms, ms / base, WANTED.get(n, "-")] for n, ms in ours.items()]
+    narrow = end_to_end(targets["bf16"], model)[0]
+    rows = []
+    for n in ROWS:
+        wide, half = ours["fp32", n], ours["bf16", n]
+        rows.append([n, wide, wide / base, WANTED.get(n, "-"), half, half / base])
     lines = [
         "# The cost of a step and of a round",
         "",
-        f"SmolLM2-135M-Instruct (Q4_1 weights), fp32, {device_name()}. Made by `python -m experiments.steps.run`.",
+        f"SmolLM2-135M-Instruct (Q4_1 weights), {device_name()}.",
+        "Made by `python -m experiments.steps.run`.",
         "",
-        f"Transformers (torch, 2 threads): {base:.1f} ms for one token over the same {CONTEXT} cached ones. Ours: a",
-        f"verify forward of N rows, draw included, over a cache of 256 rows; medians of {3 * REPEATS} and",
+        f"Transformers (torch, fp32, 2 threads): {base:.1f} ms for one token over the same {CONTEXT} cached ones.",
+        f"Ours: a verify forward of N rows, draw included, over a cache of 256 rows; medians of {3 * REPEATS} and",
         f"{5 * REPEATS} alternating runs.",
         "",
-        markdown_table(["rows", "ms", "ratio to transformers' single step", "wanted"], rows),
-        f"Greedy decoding of 64 tokens: `ar` {decoding:.1f} tokens/s, {whole:.1f} with its prefill; transformers'",
-        f"generate {theirs:.1f}, with its prefill.",
+        markdown_table(["rows", "fp32, ms", "ratio", "wanted", "bf16, ms", "ratio"], rows),
+        "bf16 weights need a CPU that multiplies bf16 (AMX). ratio: to transformers' single step.",
         "",
-        "Share of a round by step, budget 64, greedy, step by step from the host (%), and milliseconds outside verify:",
+        f"Greedy decoding of 64 tokens: `ar` {decoding:.1f} tokens/s ({narrow:.1f} in bf16), {whole:.1f} with",
+        f"its prefill; transformers' generate {theirs:.1f}, with its prefill.",
+        "",
+        "Share of a round by step, fp32, budget 64, greedy, step by step from the host (%), and milliseconds",
+        "outside verify:",
         "",
         markdown_table(["method", *STEPS, "all but verify", "ms"], overhead(target)),
     ]

@@ -7,6 +7,7 @@ the backward pass computes nothing again.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -43,7 +44,7 @@ class LossConfig:
     chunk: int = 256
 
     def __post_init__(self):
-        if self.gamma < 0:
+        if not 0 <= self.gamma < math.inf:
             raise ValueError(f"gamma must be 0 (off) or above, got {self.gamma}")
         if self.dpace is not None and not 0 <= self.dpace <= 1:
             raise ValueError(f"dpace must be in [0, 1], got {self.dpace}")
