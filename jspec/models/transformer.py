@@ -102,7 +102,9 @@ def forward(
         )
     heads, head_dim = config.num_heads, config.head_dim
     cos, sin = rope_angles(config, positions)
-    x = params["embed"][tokens].T.astype(jnp.float32)  # [H, M]
+    # XLA:CPU takes rows of a bf16 table as fp32. Without the barrier a loop around this would widen all of it first.
+    embed, tokens = jax.lax.optimization_barrier((params["embed"], tokens))
+    x = embed[tokens].T.astype(jnp.float32)  # [H, M]
     keys, values, tapped = [], [], {}
     for index, layer in enumerate(params["layers"]):
         y = rms_norm(x, layer["input_norm"], config.norm_eps)
