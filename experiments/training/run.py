@@ -2,11 +2,12 @@
 
     python -m experiments.training.run      # a quiet machine, about five minutes
 
-A process for each number of cores. In it steps on synthetic text and matrix products take turns; medians of the steps,
-the best of the products. Writes ``README.md``.
+A process for each dtype and number of cores. In it steps on synthetic text and matrix products take turns; medians of
+the steps, the best of the products. Writes ``README.md``.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.device import device_name, keep_compilations
+from jspec.device import DTYPES, device_name, keep_compilations
 from jspec.heads.parallel import init_head
 from jspec.models.load import load_target
 from jspec.report import markdown_table
@@ -34,7 +36,7 @@ from jspec.train.text import Library, Written
 HERE = Path(__file__).parent
 CONFIG = HERE.parents[1] / "configs" / "train" / "smollm2-jetspec.yaml"
 CORES = (1, 2)
-WANTED = 40  # per cent
+WANTED = 40  # per cent of the limit
 
 
 def products(config, head, widest):
@@ -42,7 +44,8 @@ def products(config, head, widest):
     blocks = config.texts * config.anchors
     hidden, ffn = head.hidden_size, head.ffn_size
     return {
-        "2048 x 2048 x 2048": (2048, 2048, 2048),
+        "1024 cubed": (1024, 1024, 1024),
+        "2048 cubed": (2048, 2048, 2048),
         "output head": (blocks * head.depth, hidden, head.draft_vocab_size),
         "gate and up": (2 * ffn, hidden, blocks * head.block_size),
         "fusion of the taps": (hidden, len(head.taps) * hidden, config.texts * widest),
@@ -90,11 +93,11 @@ def timed(run, *args):
     return out, time.perf_counter() - start
 
 
-def measure(turns, steps):
+def measure(dtype, turns, steps):
     """What one process finds."""
     keep_compilations()
     options, _ = parse(["--config", str(CONFIG)])
-    target = load_target(options.target)
+    target = load_target(options.target, DTYPES[dtype])
     head, taps = head_config(options, target), library_taps(options, target)
     vocab, config = head.draft_vocab_size, options.batch
     frozen = frozen_parts(target, np.arange(vocab))
@@ -113,10 +116,10 @@ def measure(turns, steps):
             batches[width] = Batches(texts, one, head.depth)
             step = train_step.lower(*static, state, frozen, batches[width][0]).compile()
             counted[width] = step.cost_analysis()["flops"]
-        multiply = jax.jit(jnp.matmul)
+        multiply = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
         rng = np.random.default_rng(0)
         pairs = {
-            name: tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((m, k), (k, n)))
+            name: tuple(jnp.asarray(rng.normal(size=s), DTYPES[dtype]) for s in ((m, k), (k, n)))
             for name, (m, k, n) in products(config, head, config.lengths[1]).items()
         }
         alone = {width: [] for width in batches}
@@ -158,7 +161,7 @@ def measure(turns, steps):
 
 
 def report(found):
-    """Writes the tables: ``found`` is what each process found, by its number of cores."""
+    """Writes the tables: ``found`` is what each process found, by dtype and number of cores."""
     options, _ = parse(["--config", str(CONFIG)])
     config, target = options.batch, load_target(options.target)
     head = head_config(options, target)
@@ -167,45 +170,45 @@ def report(found):
     parts = {width: multiply_adds(config, head, width) for width in config.lengths}
     work = {width: 2e-9 * sum(map(sum, each.values())) for width, each in parts.items()}
     rows = []
-    for cores, one in found.items():
-        limit = max(one["products"].values())
+    for (dtype, cores), one in found.items():
+        limit, plain = (max(found[kind, cores]["products"].values()) for kind in (dtype, "fp32"))
         for width in config.lengths:
             took = one["widths"][str(width)]
             times = [1000 * took[name] for name in ("step", "loop", "batch")]
-            speeds = [round(anchors / took["loop"]), round(slots / took["loop"])]
+            speeds = [anchors / took["loop"], slots / took["loop"], slots * limit / work[width]]
             reached = work[width] / took["loop"]
-            speeds += [
-                round(slots * limit / work[width]),
-                reached,
-                f"{100 * reached / limit:.0f} %",
-            ]
-            rows.append([cores, width, *times, *speeds])
+            shares = [f"{100 * reached / most:.0f} %" for most in (limit, plain)]
+            rows.append([dtype, cores, width, *times, *map(round, [*speeds, reached]), *shares])
     usual = config.lengths[len(config.lengths) // 2]
     total = sum(map(sum, parts[usual].values()))
     last = found[max(found)]
     lines = [
         "# Training speed",
         "",
-        f"A step of `configs/train/smollm2-jetspec.yaml`, fp32, {last['device']}: {config.texts} texts,",
+        f"A step of `configs/train/smollm2-jetspec.yaml`, {last['device']}: {config.texts} texts,",
         f"{config.anchors} anchors each, block {head.block_size}, {head.num_layers} layers, {len(head.taps)} taps,"
         f" draft vocabulary {head.draft_vocab_size}.",
-        "Made by `python -m experiments.training.run`: synthetic text, a process for each number of cores, steps and",
-        "products in turns; medians of the steps, the best of the products.",
+        "Made by `python -m experiments.training.run`: synthetic text, a process for each dtype and number of cores,",
+        "steps and products in turns; medians of the steps, the best of the products.",
         "",
-        "## The limit: fp32 products, GFLOP/s",
+        "## The limit: products, GFLOP/s",
+        "",
+        "Inputs of the dtype, sums in fp32.",
         "",
         markdown_table(
-            ["cores", *last["products"]],
-            [[cores, *one["products"].values()] for cores, one in found.items()],
+            ["dtype", "cores", *last["products"]],
+            [[*name, *map(round, one["products"].values())] for name, one in found.items()],
         ),
         "## Steps",
         "",
         "A `step` is waited for; `in the loop` nothing waits, as in the trainer, which makes the next batch meanwhile:",
         "that is what the speeds are made of. `batch` is the time to make one, from taps in the page cache. The limit",
-        f"is the fastest product's speed; wanted are {WANTED} % of it.",
+        f"is the fastest product's speed; wanted are {WANTED} % of it. With bf16 only products are in bf16: softmax,",
+        f"norms and AdamW are as they are with fp32. The config above trains with {options.dtype}.",
         "",
         markdown_table(
             [
+                "dtype",
                 "cores",
                 "text length",
                 "step, ms",
@@ -216,6 +219,7 @@ def report(found):
                 "slots/s at the limit",
                 "GFLOP/s",
                 "of the limit",
+                "of fp32's limit",
             ],
             rows,
         ),
@@ -224,7 +228,7 @@ def report(found):
         markdown_table(
             ["part", "loss, million multiply-adds", "gradient", "share"],
             [
-                [name, a / 1e6, b / 1e6, f"{100 * (a + b) / total:.0f} %"]
+                [name, round(a / 1e6), round(b / 1e6), f"{100 * (a + b) / total:.0f} %"]
                 for name, (a, b) in parts[usual].items()
             ],
         ),
@@ -244,19 +248,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6, help="of each text length in a turn")
-    parser.add_argument("--measure", action="store_true", help="only measure, in this process")
+    parser.add_argument("--measure", choices=DTYPES, help="only measure, in this process")
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.turns, args.steps)))
+        print(json.dumps(measure(args.measure, args.turns, args.steps)))
         return
     there = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, "-m", "experiments.training.run", "--measure"]
-    command += ["--turns", str(args.turns), "--steps", str(args.steps)]
+    command = [sys.executable, "-m", "experiments.training.run"]
+    command += ["--turns", str(args.turns), "--steps", str(args.steps), "--measure"]
     found = {}
-    for cores in CORES:
+    for dtype, cores in itertools.product(DTYPES, CORES):
         os.sched_setaffinity(0, there[:cores])  # the child's too, before it starts JAX
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        found[cores] = json.loads(done.stdout)
+        done = subprocess.run([*command, dtype], stdout=subprocess.PIPE, check=True, text=True)
+        found[dtype, cores] = json.loads(done.stdout)
     report(found)
 
 

@@ -34,7 +34,7 @@ def _forth(weight, x):
 
 def _back(kept, by):
     weight, x = kept
-    by = by.astype(weight.dtype)
+    by = _row_major(by.astype(weight.dtype))  # it may be a sum of transposed ones
     to_weight = _wide(by, _row_major(x.astype(weight.dtype).T))
     to_x = _row_major(_wide(_row_major(by.T), weight)).T
     return to_weight.astype(weight.dtype), to_x.astype(x.dtype)
