@@ -1,6 +1,6 @@
 """What a round of jetspec spends outside the target's and the head's passes.
 
-    python -m experiments.rounds.run [--head DIR]      # a quiet machine, about five minutes
+    python -m experiments.rounds.run [--head DIR]      # a quiet machine, about ten minutes
 
 Greedy, batch 1. Every round is decoded twice, as one program and step by step, and the bare passes over as many rows
 are timed beside it, in turns; medians over rounds. Writes ``README.md``.
@@ -20,7 +20,7 @@ import numpy as np
 from jspec.attention import tree_attention
 from jspec.benches import load_bench
 from jspec.checkpoint import Head, load_head
-from jspec.device import device_name, keep_compilations
+from jspec.device import DTYPES, device_name, keep_compilations
 from jspec.driver import STEPS, Stream
 from jspec.heads.parallel import draft_table, init_head, read_context, with_draft_ids
 from jspec.methods import jetspec
@@ -46,7 +46,8 @@ def random_head(target):
     options, _ = parse(["--config", str(CONFIG)])
     config = head_config(options, target)
     ids = np.arange(config.draft_vocab_size)
-    params = with_draft_ids(init_head(config, jax.random.key(0)), target.params, ids)
+    weights = init_head(config, jax.random.key(0), target.params["embed"].dtype)
+    params = with_draft_ids(weights, target.params, ids)
     return Head(config, params, "random weights of the shipped size", "")
 
 
@@ -173,21 +174,22 @@ def main():
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS)
     args = parser.parse_args()
     keep_compilations()
-    target = load_target("smollm2-135m")
-    head = load_head(args.head, target) if args.head else random_head(target)
-    prompts = [load_bench(name, 1)[0].encode(target.tokenizer) for name in BENCHES]
-    table = [
-        table_row(budget, measure(target, head, budget, prompts, args.rounds))
-        for budget in args.budgets
-    ]
-    header = ["budget", "round, ms", "target's pass", "head's passes", "tree", "draw"]
+    table = []
+    for dtype, kind in DTYPES.items():
+        target = load_target("smollm2-135m", kind)
+        head = load_head(args.head, target) if args.head else random_head(target)
+        prompts = [load_bench(name, 1)[0].encode(target.tokenizer) for name in BENCHES]
+        for budget in args.budgets:
+            rows = measure(target, head, budget, prompts, args.rounds)
+            table.append([dtype, *table_row(budget, rows)])
+    header = ["weights", "budget", "round, ms", "target's pass", "head's passes", "tree", "draw"]
     header += ["rest of verify", "accept, commit", "rest of absorb"]
     header += ["else, step by step, %", "else, one program, %"]
     config = head.config
     lines = [
         "# What a round of jetspec spends outside the passes",
         "",
-        f"SmolLM2-135M-Instruct (Q4_1 weights), greedy, batch 1, cache of {CAPACITY} rows, fp32; {device_name()}.",
+        f"SmolLM2-135M-Instruct (Q4_1 weights), greedy, batch 1, cache of {CAPACITY} rows; {device_name()}.",
         f"Head: {head.name}: {config.num_layers} layers, block {config.block_size}, draft vocabulary"
         f" {config.draft_vocab_size or config.vocab_size}.",
         "Made by `python -m experiments.rounds.run`: every round as one program and step by step, and the bare passes",
