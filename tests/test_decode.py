@@ -194,7 +194,7 @@ def test_one_compilation_for_many_generations(tiny):
     programs = (advance, generate, _read_chunk, _insert)
     before = [p._cache_size() for p in programs]
     for turn in range(20):
-        queue = [rng.integers(0, 61, rng.integers(1, 90)).tolist() for _ in range(3)]
+        queue = [rng.integers(0, 61, rng.integers(1, 120)).tolist() for _ in range(3)]
         most = int(rng.integers(1, 30))
         decode_all(plan, params, queue, batch=2, max_new_tokens=most, capacity=256, seed=turn)
         state = new_state(plan, params, 2, 256, jax.random.key(turn))

@@ -127,12 +127,10 @@ def test_every_loss_makes_a_head_that_foresees_the_target(
         held_out=2,
     )
     run = trainer(target, texts, tmp_path, loss, optim, vocab, causal)
-    before = run.evaluate()["tree"]
     run.run()
     rows = log(tmp_path)
     assert rows[1]["loss"] < rows[0]["loss"]
     assert rows[1]["hits"][0] > 10 / 64  # ten times chance
-    assert rows[1]["tree"] > before
 
 
 def test_text_that_is_too_short_is_refused(target, texts, tmp_path):
