@@ -60,7 +60,7 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     Raises:
       HeadError: no such head, a damaged one, or one made for another target.
     """
-    folder = _locate(str(name_or_path))
+    folder = locate_head(str(name_or_path))
     config, params = read_head(folder)
     check_pair(config, target.config, target.fingerprint)
     fingerprint = head_fingerprint(config, params)
@@ -149,7 +149,8 @@ def export_head(
 
     def write(path):
         tensors = jax.tree.map(cast, to_tensors(config, head))
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})  # for its owner only
+        (path / "model.safetensors").chmod((path / "config.json").stat().st_mode)
         if card is not None:
             (path / "README.md").write_text(card, encoding="utf-8")
 
@@ -168,7 +169,12 @@ def _shipped():
     return sorted(path.name for path in SHIPPED.glob("*/"))
 
 
-def _locate(name):
+def locate_head(name: str) -> Path:
+    """The folder of a head, by the name of a shipped one or by its path.
+
+    Raises:
+      HeadError: there is none.
+    """
     names = _shipped()
     if name in names:
         return SHIPPED / name

@@ -171,8 +171,10 @@ class TestRefusals:
         save_file(found, folder / "model.safetensors")
 
     def test_no_head(self, target, tmp_path, published, monkeypatch):
-        self.refuse(target, "nothing", "no head 'nothing': give a folder")
         self.refuse(target, "x" * 300, "no head 'x")
+        self.refuse(target, "nothing", "no head 'nothing': give .*smollm2-135m-jetspec, a folder")
+        monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path / "none")
+        self.refuse(target, "nothing", "no head 'nothing': give a folder")
         monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
         self.refuse(target, "nothing", "give published, a folder")
         assert load_head("published", target).name == "published"

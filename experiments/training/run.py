@@ -28,7 +28,8 @@ from jspec.models.load import load_target
 from jspec.report import markdown_table
 from jspec.train import BatchConfig, read_texts
 from jspec.train.data import Batches
-from jspec.train.loop import TrainState, frozen_parts, optimizer, train_step
+from jspec.train.loop import TrainState, frozen_parts, train_step
+from jspec.train.optim import optimizer
 from jspec.train.options import parse
 from jspec.train.stages import head_config, library_taps
 from jspec.train.text import Library, Written

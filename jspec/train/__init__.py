@@ -8,8 +8,9 @@ head = jspec.load_head(export_trained(options, target), target)
 """
 
 from jspec.train.data import BatchConfig, read_texts
-from jspec.train.loop import OptimConfig, Trainer
+from jspec.train.loop import Trainer
 from jspec.train.losses import LossConfig
+from jspec.train.optim import OptimConfig
 from jspec.train.options import HeadOptions, TrainOptions
 from jspec.train.stages import export_trained, open_run, train_head, write_library
 from jspec.train.text import TextConfig

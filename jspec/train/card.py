@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ def model_card(
     response_tokens: int,
     log: Sequence[Mapping[str, Any]],
     best: int,
+    before: str | None = None,
 ) -> str:
     """A card in Markdown: the same for the same files.
 
@@ -34,6 +36,7 @@ def model_card(
       response_tokens: tokens of those texts' answers.
       log: see ``jspec.train.log``.
       best: the step whose weights these are.
+      before: the card of the head that the run goes on from, whose training is told too.
     """
     method, block = ("JetSpec", "causal") if config.causal else ("DFlash", "bidirectional")
     size = sum(x.size for x in jax.tree.leaves(trained(head)))
@@ -78,6 +81,10 @@ def model_card(
         *_table(training),
         "",
     ]
+    if options.init is not None:
+        lines += [f"It goes on from the head `{Path(options.init).name}`, trained before it:", ""]
+        told = (before or "").partition("## Training\n")[2].partition("\n## ")[0].strip()
+        lines += [told or "no card says how.", ""]
     row = next((row for row in log if row["step"] == best), None)
     if row is not None:
         lines += [

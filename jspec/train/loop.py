@@ -4,8 +4,6 @@ A run is a function of its configs: each step's batch follows from its number, e
 steps, and a run that was killed goes on from its last checkpoint to the same end.
 """
 
-import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,66 +20,17 @@ from jaxtyping import Array, Int
 from jspec.checkpoint import readable
 from jspec.heads.config import HeadConfig
 from jspec.heads.parallel import block_hidden, init_head
-from jspec.method import check_range
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
-from jspec.recording import Recording, replay
 from jspec.state import Plan
 from jspec.train.data import Batch, BatchConfig, Batches, Text
+from jspec.train.evaluation import evaluate, held_out_recordings, long_enough
 from jspec.train.features import target_taps, with_taps
 from jspec.train.log import add_row, forget_after
 from jspec.train.losses import LossConfig, block_loss
+from jspec.train.optim import OptimConfig, optimizer
 
 SCALED_ON = 16  # texts whose taps set the scale of a new head's fusion
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimConfig:
-    """How a head is optimised: AdamW, a linear warm-up, then a cosine to zero.
-
-    Attributes:
-      steps: of the whole run.
-      learning_rate: at the top.
-      warmup: part of the steps.
-      weight_decay: of AdamW.
-      b2: of AdamW.
-      clip: of the gradient's global norm.
-      eval_every: steps between two evaluations and checkpoints; what a kill can lose.
-      eval_texts: held-out texts that are replayed.
-      eval_tokens: of each.
-      eval_budget: of the tree.
-      held_out: texts that are not trained on.
-      seed: of the first weights.
-
-    Raises:
-      ValueError: a number out of range.
-    """
-
-    steps: int = 8000
-    learning_rate: float = 1e-3
-    warmup: float = 0.04
-    weight_decay: float = 0.0
-    b2: float = 0.98
-    clip: float = 1.0
-    eval_every: int = 500
-    eval_texts: int = 24
-    eval_tokens: int = 64
-    eval_budget: int = 32
-    held_out: int = 64
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("steps", "eval_every", "eval_texts", "eval_tokens", "eval_budget", "held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or above, got {getattr(self, name)}")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
-        if not 0 <= self.weight_decay < math.inf or not 0 < self.b2 < 1:
-            raise ValueError("weight_decay must be finite, 0 or above, and b2 in (0, 1)")
-        check_range("seed", self.seed, 0, 1 << 31)
 
 
 class TrainState(NamedTuple):
@@ -109,16 +58,6 @@ def frozen_parts(target: Target, draft_ids: Int[np.ndarray, " Vd"] | None) -> Fr
     draft_of = np.full(target.config.vocab_size, -1, np.int32)
     draft_of[draft_ids] = np.arange(len(draft_ids))
     return Frozen(target.params, rows[draft_ids], jnp.asarray(draft_of))
-
-
-def optimizer(config: OptimConfig) -> optax.GradientTransformation:
-    """The optimiser of a config."""
-    warm = max(1, round(config.warmup * config.steps))
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, warm, max(config.steps, warm + 1)
-    )
-    adam = optax.adamw(rate, b2=config.b2, weight_decay=config.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(config.clip), adam)
 
 
 def first_head(config: HeadConfig, texts: Sequence[Text], taps: Sequence[int], seed: int) -> dict:
@@ -194,60 +133,13 @@ def train_step(
     return TrainState(head, moments, state.step + 1, state.best), said
 
 
-def long_enough(texts: Sequence[Text], config: HeadConfig, optim: OptimConfig) -> list[Text]:
-    """The texts that an evaluation can use, at most ``eval_texts``.
-
-    Raises:
-      ValueError: there is none.
-    """
-    need = optim.eval_tokens + config.depth
-    out = [text for text in texts if len(text.tokens) - text.start >= need]
-    if not out:
-        raise ValueError(f"no held-out answer has the {need} tokens that an evaluation needs")
-    return out[: optim.eval_texts]
-
-
-def held_out_recordings(
-    texts: Sequence[Text], taps: Sequence[int], config: HeadConfig, optim: OptimConfig
-) -> list[Recording]:
-    """Held-out texts as ``replay`` takes them."""
-    columns = [taps.index(tap) for tap in config.taps]
-    return [
-        Recording(
-            index=number,
-            start=text.start,
-            end=text.start + optim.eval_tokens,
-            tokens=text.tokens,
-            taps=np.asarray(text.taps[:, columns], np.float32),
-        )
-        for number, text in enumerate(texts)
-    ]
-
-
-def evaluate(plans: dict[str, Plan], params, recordings, tokens: int) -> dict[str, Any]:
-    """Acceptance length of each plan on held-out texts, and how often each depth was accepted."""
-    out = {}
-    for name, plan in plans.items():
-        capacity = max(len(one.tokens) for one in recordings) + plan.path
-        capacity = -(-capacity // 128) * 128
-        never = np.zeros((1, plan.config.vocab_size), np.int32)
-        done = replay(
-            plan, params, recordings, max_new_tokens=tokens, stops=never, capacity=capacity
-        )
-        rounds = sum(one.rounds for one in done)
-        out[name] = sum(one.emitted for one in done) / rounds
-        depths = np.sum([one.by_depth for one in done], axis=0) / rounds
-        out[f"{name}_by_depth"] = [round(float(x), 4) for x in depths[1:]]
-    return out
-
-
 class Trainer:
     """A run in a folder: ``last`` and ``best`` (orbax checkpoints), ``log.jsonl``.
 
     Attributes:
       state: as it is now.
       config: the head's.
-      untrained_head: ``untrained_head()`` makes the weights that the run began with.
+      untrained_head: ``untrained_head()`` gives the weights that the run began with.
     """
 
     def __init__(
@@ -265,6 +157,7 @@ class Trainer:
         optim: OptimConfig,
         draft_ids: Int[np.ndarray, " Vd"] | None = None,
         as_params: Callable[[dict], dict] = lambda head: head,
+        init: dict[str, Any] | None = None,
     ):
         """Reads the last checkpoint, if there is one.
 
@@ -281,6 +174,7 @@ class Trainer:
           optim: see ``OptimConfig``.
           draft_ids: the draft vocabulary; None: all tokens.
           as_params: makes of trained weights what ``params["head"]`` is when decoding.
+          init: trained weights to begin with; None: new ones.
 
         Raises:
           ValueError: no held-out text that is long enough, or taps that are missing.
@@ -305,7 +199,10 @@ class Trainer:
         self.frozen = frozen_parts(target, draft_ids)
         self.plans, self.folder, self.as_params = plans, folder, as_params
         folder.mkdir(parents=True, exist_ok=True)
-        self.untrained_head = partial(first_head, head_config, sample, there, optim.seed)
+        if init is None:
+            self.untrained_head = partial(first_head, head_config, sample, there, optim.seed)
+        else:
+            self.untrained_head = partial(jax.tree.map, partial(jnp.array, dtype=jnp.float32), init)
         head = self.untrained_head()
         self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
         options = ocp.CheckpointManagerOptions(max_to_keep=1)

@@ -31,7 +31,7 @@ class LossConfig:
       dpace: alpha of D-PACE's weights, which grow with the chance that a slot is reached; None: off. With p_k the
         probability of slot k's token, s_k = (1 - alpha) p_k + alpha and its weight sum_{m >= k} prod_{i <= m} s_i.
       teacher_top_k: of the KL losses: the target's distribution over its so many best tokens only; 0: all.
-      chunk: slots whose logits are there at a time.
+      chunk: slots whose logits are there at a time, at most: the parts are of one size.
 
     Raises:
       ValueError: a number out of range.
@@ -41,7 +41,7 @@ class LossConfig:
     gamma: float = 0.0
     dpace: float | None = None
     teacher_top_k: int = 0
-    chunk: int = 256
+    chunk: int = 128
 
     def __post_init__(self):
         if not 0 <= self.gamma < math.inf:
@@ -98,7 +98,7 @@ def _slots(loss, output, hidden, labels, teacher, teacher_output):
 def _with_gradient(loss, output, hidden, labels, teacher, teacher_output):
     """The slots, and the gradient of each slot's loss by its own states: f32[H, M]."""
     slots = hidden.shape[1]
-    size = min(loss.chunk, slots)
+    size = -(-slots // -(-slots // loss.chunk))
     pad = -slots % size
 
     def cut(x):  # [..., M] -> [chunks, ..., size]

@@ -2,15 +2,17 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import jsonargparse
+import yaml
 
 from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Parser, one_line
 from jspec.train.data import BatchConfig
-from jspec.train.loop import OptimConfig
 from jspec.train.losses import LossConfig
+from jspec.train.optim import OptimConfig
 from jspec.train.text import TextConfig
 
 STAGES = ("text", "head", "export")
@@ -55,6 +57,8 @@ class TrainOptions:
       also: folders of further text, written before by the same target with the same taps, to be trained on too.
       max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
+      init: a head to go on from, by the name of a shipped one or its folder: of the same target, taps, layers and draft
+        vocabulary; its block may be another. null: new weights.
       accel: where to run.
       dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
@@ -75,6 +79,7 @@ class TrainOptions:
     also: tuple[str, ...] = ()
     max_texts: int | None = None
     run: str = "run"
+    init: str | None = None
     accel: Accel = "auto"
     dtype: Dtype = "auto"
     keep_taps: bool = True
@@ -124,6 +129,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     parser.add_class_arguments(TrainOptions)
     try:
         given = parser.parse_args(argv)
+        for config in given.config or ():
+            if "stages" in yaml.safe_load(Path(config.absolute).read_text(encoding="utf-8")):
+                raise ValueError("stages: give them on the command line")
         for field in dataclasses.fields(TrainOptions):
             _check(field.name, given[field.name], getattr(TrainOptions(), field.name))
         chosen = parser.instantiate(given)

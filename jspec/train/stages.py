@@ -13,9 +13,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
-from jspec.checkpoint import export_head
-from jspec.heads.config import HeadConfig, config_for, spread_taps
-from jspec.heads.parallel import with_draft_ids
+from jspec.checkpoint import export_head, head_fingerprint, locate_head, read_head
+from jspec.heads.config import HeadConfig, check_pair, config_for, spread_taps
+from jspec.heads.parallel import trained, with_draft_ids
 from jspec.methods import ddtree, dflash
 from jspec.models.config import read_json
 from jspec.models.load import Target
@@ -112,12 +112,14 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
     """
     _check_places(options)
     config = head_config(options, target)
+    ids = init = None
+    if options.init is not None:
+        init, ids = _first_weights(options.init, config, target)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
     _check_config(options, target, texts)
     texts, held_out = split(texts, options.optim.held_out)
     texts = texts[: options.max_texts]
-    ids = None
-    if config.draft_vocab_size is not None:
+    if init is None and config.draft_vocab_size is not None:
         ids = draft_vocabulary(texts, config.draft_vocab_size, target.config.vocab_size)
 
     def as_params(head):
@@ -141,7 +143,30 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
         optim=options.optim,
         draft_ids=ids,
         as_params=as_params,
+        init=init,
     )
+
+
+def _first_weights(name: str, config: HeadConfig, target: Target):
+    """Weights and draft ids of the head that a run goes on from."""
+    found, arrays = read_head(locate_head(name))
+    check_pair(found, target.config, target.fingerprint)
+    free = {"block_size": config.block_size, "causal": config.causal}
+    if (found := dataclasses.replace(found, **free)) != config:
+        wanted, there = dataclasses.asdict(config), dataclasses.asdict(found)
+        differ = (
+            f"{key} {there[key]}, not {wanted[key]}" for key in wanted if there[key] != wanted[key]
+        )
+        raise ValueError(f"init: the head {name} has {'; '.join(differ)}")
+    return trained(arrays), arrays.get("draft_ids")
+
+
+def _card(name: str | None) -> str | None:
+    """What a head says of itself, where it does."""
+    try:
+        return name and (locate_head(name) / "README.md").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _libraries(options: TrainOptions) -> list[Path]:
@@ -158,6 +183,8 @@ def _check_config(options: TrainOptions, target: Target, texts: Sequence[Text]) 
         digest.update(np.asarray([len(text.tokens), text.start], np.int32).tobytes())
         digest.update(text.tokens.tobytes())
     wanted |= {"target_fingerprint": target.fingerprint, "texts": digest.hexdigest()[:16]}
+    if options.init is not None:
+        wanted["init"] = head_fingerprint(*read_head(locate_head(options.init)))
     wanted = json.loads(json.dumps(wanted))
     path = Path(options.run) / "config.json"
     if not path.exists():
@@ -213,6 +240,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         run.response_tokens,
         read_log(run.folder),
         run.best_step,
+        _card(options.init),
     )
     export_head(folder, run.config, head, dtype, card)
     print(f"{folder}: held-out acceptance length {float(run.state.best):.3f}")

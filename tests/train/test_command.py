@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from safetensors.flax import load_file, save_file
 from tiny_target import EOS, write_target
 
 import jspec
@@ -167,6 +168,49 @@ def test_the_card_says_what_the_run_was(made, target):
     assert 0 < said <= texts - CONFIG["optim"]["held_out"]
 
 
+def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
+    first = made / "run" / "head"
+    shutil.copytree(made / "library", tmp_path / "library")
+    # A rate of 0 would not do for a test of where it began: the first evaluation is of a head that has moved little.
+    argv = ["--init", str(first), "--optim.learning_rate", "1e-9", "head", "export"]
+    other_block = ["--head.block_size", "4", "--head.causal", "false"]
+    assert command.main(arguments(tmp_path, target, *argv, *other_block)) == 0
+    before, after = (load_file(x / "model.safetensors") for x in (first, tmp_path / "run" / "head"))
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name], atol=1e-6)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["init"] != str(first)
+    assert "goes on from" in (tmp_path / "run" / "head" / "README.md").read_text()
+    capsys.readouterr()
+    # Another head in its place is another config, whatever its folder is called.
+    shutil.rmtree(tmp_path / "run" / "head")
+    shutil.copytree(first, tmp_path / "first")
+    weights = load_file(first / "model.safetensors")
+    save_file(
+        {name: x * 2 for name, x in weights.items()}, tmp_path / "first" / "model.safetensors"
+    )
+    argv[1] = str(tmp_path / "first")
+    says = "run holds a run of another config (init differ)"
+    assert_refused(capsys, arguments(tmp_path, target, *argv, *other_block), says)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--init", "nowhere"], "no head 'nowhere'"),
+        (["--head.num_layers", "2"], "has num_layers 1, not 2"),
+        (["--head.taps", "[1]"], "has taps (0, 1), not (1,)"),
+        (["--head.draft_vocab_size", "9"], "has draft_vocab_size None, not 9"),
+        (["--init", "smollm2-135m-jetspec"], "made for a target of hidden_size 576"),
+    ],
+)
+def test_a_head_that_cannot_be_gone_on_from(made, target, tmp_path, capsys, argv, says):
+    shutil.copytree(made / "library", tmp_path / "library")
+    init = ["--init", str(made / "run" / "head")]
+    assert_refused(capsys, arguments(tmp_path, target, *init, *argv, "head"), says)
+    assert not (tmp_path / "run").exists()
+
+
 def test_prompts_from_a_file_are_answered(target, tmp_path):
     lines = [{"prompt": f"WHAT IS {i}?"} for i in range(5)]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -211,6 +255,7 @@ OPTIONS = {
     "a large seed": ({"text": {"seed": 1 << 40}}, "seed must be in 0.."),
     "a run without a name": ({"run": ""}, "run must not be empty"),
     "a list": ([1], "config"),
+    "a stage": ({"stages": ["text"]}, "stages: give them on the command line"),
 }
 
 

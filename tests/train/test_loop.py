@@ -13,8 +13,9 @@ from jspec.recording import record
 from jspec.state import Plan
 from jspec.train.data import BatchConfig, Text, draft_vocabulary, split
 from jspec.train.features import with_taps
-from jspec.train.loop import OptimConfig, Trainer
+from jspec.train.loop import Trainer
 from jspec.train.losses import LossConfig
+from jspec.train.optim import OptimConfig
 
 TAPS = (0, 1, 2)  # the last is the final normed state
 GAMMA = LossConfig(gamma=4.0)

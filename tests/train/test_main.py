@@ -9,7 +9,7 @@ from tiny_target import write_target
 
 import jspec
 from jspec.train.data import BatchConfig
-from jspec.train.loop import OptimConfig
+from jspec.train.optim import OptimConfig
 from jspec.train.options import HeadOptions, TrainOptions, parse
 from jspec.train.stages import open_run
 from jspec.train.text import Library, Written
