@@ -1,4 +1,4 @@
-"""What the training of a head changes: variants of one small run, each about 12 minutes on one core.
+"""What the training of a head changes: variants of one small run, each about 10 minutes on one core.
 
     python -m experiments.jetspec.ablations train NAME... --work DIR --library DIR [--also DIR ...] [--corpus DIR]
     python -m experiments.jetspec.ablations evaluate ...  # the same options: of the runs that are finished
@@ -67,7 +67,7 @@ VARIANTS = {
         "forward KL on the target's 64 best", ("loss.kind=fkl", "loss.teacher_top_k=64")
     ),
     "block16": Variant(
-        "block 16 (8 anchors a text: as many slots)", ("head.block_size=16", "batch.anchors=8")
+        "block 16 (10 anchors a text: as many slots)", ("head.block_size=16", "batch.anchors=10")
     ),
     "layers1": Variant("1 layer", ("head.num_layers=1",)),
     "half": Variant("half of the text", part=0.5),
