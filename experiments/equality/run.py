@@ -87,8 +87,8 @@ def write_table(rows):
         "",
         "SmolLM2-135M-Instruct (Q4_1 weights, computed with in fp32), 2 CPU cores. 16 prompts (4 of each bench),",
         "seed 0; T = 0.8 with top-p 0.95. jetspec and ddtree draft with the shipped causal head, dflash with the",
-        "bidirectional one; a chain has at most 8 nodes, whatever its budget. A difference is excused where the two best",
-        "perturbed scores of the target (or the token and the filters' cut) are within 1e-3.",
+        "bidirectional one; a chain has at most 8 nodes, whatever its budget. A difference is excused where the two",
+        "best perturbed scores of the target (or the token and the filters' cut) are within 1e-3.",
         "Made by `python -m experiments.equality.run`.",
         f"In all {sum(r['equal'] for r in rows)} of {sum(r['prompts'] for r in rows)} texts are equal, "
         f"{sum(r['excused'] for r in rows)} excused.",
