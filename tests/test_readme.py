@@ -42,7 +42,7 @@ def test_the_code_runs_as_it_stands(smollm2, tmp_path, monkeypatch, capsys):
 def test_there_are_two_set_up_commands():
     assert [block.strip() for block in blocks("sh")] == [
         "pip install -e . && python -m jspec.run",
-        "pip install -e '.[test]' && pytest",
+        "pip install -e '.[test]' && pytest -n 2 --dist loadfile",
     ]
 
 

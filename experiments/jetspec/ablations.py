@@ -60,6 +60,7 @@ FULL = ("head.causal=false",)
 VARIANTS = {
     "base": Variant("base: causal, block 8, 2 layers, cross-entropy, gamma 4"),
     "gamma0": Variant("gamma 0 (all slots alike)", ("loss.gamma=0",)),
+    "gamma2": Variant("gamma 2", ("loss.gamma=2",)),
     "gamma7": Variant("gamma 7", ("loss.gamma=7",)),
     "dpace": Variant("D-PACE 0.5 instead of gamma", ("loss.gamma=0", "loss.dpace=0.5")),
     "fkl": Variant("forward KL", ("loss.kind=fkl",)),

@@ -95,6 +95,7 @@ def speed(target, heads, cells, dtype):
         for name, tree in LANES:
             plan = Plan(target.config, TREES[tree](heads[name].config, budget))
             lanes[name, tree, budget] = plan, params | {"head": heads[name].params}
+    warm = False
     for bench in BENCHES:
         for number, prompt in enumerate(load_bench(bench, 5)):
             if cells.has(part="speed", dtype=dtype, bench=bench, prompt=number):
@@ -102,13 +103,14 @@ def speed(target, heads, cells, dtype):
             ids = prompt.encode(target.tokenizer)
             seconds = {lane: [] for lane in lanes}
             texts = {}
-            for repeat in range(-1, REPEATS):  # the first one warms up
+            for repeat in range(0 if warm else -1, REPEATS):
                 for lane, (plan, given) in lanes.items():
                     options = {"max_new_tokens": SPEED_NEW, "capacity": CAPACITY}
                     [one], run = decode_all(plan, given, [ids], **options)
                     texts[lane] = one.tokens
                     if repeat >= 0:
                         seconds[lane].append(run.decode_seconds / len(one.tokens))
+            warm = True
             plain = texts["ar", None, 1]
             medians = [
                 [*lane, statistics.median(times), texts[lane] == plain]
