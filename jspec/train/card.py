@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -82,7 +81,7 @@ def model_card(
         "",
     ]
     if options.init is not None:
-        lines += [f"It goes on from the head `{Path(options.init).name}`, trained before it:", ""]
+        lines += ["It goes on from a head that was trained before:", ""]
         told = (before or "").partition("## Training\n")[2].partition("\n## ")[0].strip()
         lines += [told or "no card says how.", ""]
     row = next((row for row in log if row["step"] == best), None)
