@@ -33,7 +33,7 @@ def test_every_variant_is_the_base_but_for_its_changes(args):
     assert base.run == str(args.work / "base") and base.max_texts is None
     assert found["dpace"].loss.dpace == 0.5 and found["dpace"].loss.gamma == 0
     assert (found["half"].max_texts, found["quarter"].max_texts) == (50, 25)  # 64 are held out
-    assert found["corpus"].library == "c" and found["block16"].batch.anchors == 8
+    assert found["corpus"].library == "c" and found["block16"].batch.anchors == 10
     for kind, names in ablations.SEEDS.items():
         for seed, name in enumerate(names):
             one = found[name]
