@@ -1,4 +1,4 @@
-"""What the training of a head changes: variants of one small run, each about 10 minutes on one core.
+"""What the training of a head changes: variants of one small run.
 
     python -m experiments.jetspec.ablations train NAME... --work DIR --library DIR [--also DIR ...] [--corpus DIR]
     python -m experiments.jetspec.ablations evaluate ...  # the same options: of the runs that are finished

@@ -103,7 +103,7 @@ def speed(target, heads, cells, dtype):
             ids = prompt.encode(target.tokenizer)
             seconds = {lane: [] for lane in lanes}
             texts = {}
-            for repeat in range(0 if warm else -1, REPEATS):
+            for repeat in range(0 if warm else -1, REPEATS):  # -1 warms up
                 for lane, (plan, given) in lanes.items():
                     options = {"max_new_tokens": SPEED_NEW, "capacity": CAPACITY}
                     [one], run = decode_all(plan, given, [ids], **options)
@@ -151,7 +151,8 @@ def report(cells):
         "",
         f"Q4_1 weights, computed with in fp32; {device_name()}. Made by `python -m experiments.jetspec.run`.",
         f"Acceptance length by replay, {PROMPTS} prompts a bench, {NEW} new tokens; budgets count the root.",
-        "In brackets: 95 % bootstrap over prompts. token_recycling, with a new table a prompt, by decoding.",
+        "In brackets: 95 % bootstrap over prompts. token_recycling, with a new table a prompt, by decoding; it and",
+        "a temperature are missing where they were not run yet.",
         "",
     ]
     if (HERE / "ABLATIONS.md").exists():
@@ -174,6 +175,8 @@ def report(cells):
                 numbers.append(f"{tau(one):.2f} [{low:.2f}, {high:.2f}]")
             mean = statistics.mean(map(tau, there))
             rows.append([f"{kind[0]} {kind[1] or ''}", kind[2], *numbers, mean])
+        if not rows:
+            continue
         lines += [f"## Acceptance length, temperature {temperature}", ""]
         lines += [markdown_table(["head and tree", "budget", *BENCHES, "mean"], rows)]
     lines += ["## Where nodes are accepted, temperature 0, all benches", ""]

@@ -2,10 +2,8 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import jsonargparse
-import yaml
 
 from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
@@ -125,19 +123,17 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
         allow_abbrev=False,
     )
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="options in YAML")
-    parser.add_argument("stages", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
+    # Not "stages": a config could name them then, and would not be heard.
+    parser.add_argument("STAGE", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_class_arguments(TrainOptions)
     try:
         given = parser.parse_args(argv)
-        for config in given.config or ():
-            if "stages" in yaml.safe_load(Path(config.absolute).read_text(encoding="utf-8")):
-                raise ValueError("stages: give them on the command line")
         for field in dataclasses.fields(TrainOptions):
             _check(field.name, given[field.name], getattr(TrainOptions(), field.name))
         chosen = parser.instantiate(given)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
-    stages = tuple(chosen.stages)
+    stages = tuple(chosen.STAGE)
     if unknown := set(stages) - set(STAGES):
         raise ValueError(f"no stage {min(unknown)!r}: there are {', '.join(STAGES)}")
     values = {field.name: chosen[field.name] for field in dataclasses.fields(TrainOptions)}

@@ -112,11 +112,11 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
     """
     _check_places(options)
     config = head_config(options, target)
-    ids = init = None
+    made_of = init = ids = None
     if options.init is not None:
-        init, ids = _first_weights(options.init, config, target)
+        made_of, init, ids = _first_weights(options.init, config, target)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
-    _check_config(options, target, texts)
+    _check_config(options, target, texts, made_of)
     texts, held_out = split(texts, options.optim.held_out)
     texts = texts[: options.max_texts]
     if init is None and config.draft_vocab_size is not None:
@@ -148,17 +148,16 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
 
 
 def _first_weights(name: str, config: HeadConfig, target: Target):
-    """Weights and draft ids of the head that a run goes on from."""
+    """Fingerprint, weights and draft ids of the head that a run goes on from."""
     found, arrays = read_head(locate_head(name))
     check_pair(found, target.config, target.fingerprint)
-    free = {"block_size": config.block_size, "causal": config.causal}
-    if (found := dataclasses.replace(found, **free)) != config:
-        wanted, there = dataclasses.asdict(config), dataclasses.asdict(found)
-        differ = (
-            f"{key} {there[key]}, not {wanted[key]}" for key in wanted if there[key] != wanted[key]
-        )
-        raise ValueError(f"init: the head {name} has {'; '.join(differ)}")
-    return trained(arrays), arrays.get("draft_ids")
+    free = ("block_size", "causal", "target_fingerprint")  # the last was checked, if it is there
+    wanted, there = dataclasses.asdict(config), dataclasses.asdict(found)
+    differ = [key for key in wanted if key not in free and there[key] != wanted[key]]
+    if differ:
+        found_are = "; ".join(f"{key} {there[key]}, not {wanted[key]}" for key in differ)
+        raise ValueError(f"init: the head {name} has {found_are}")
+    return head_fingerprint(found, arrays), trained(arrays), arrays.get("draft_ids")
 
 
 def _card(name: str | None) -> str | None:
@@ -173,7 +172,9 @@ def _libraries(options: TrainOptions) -> list[Path]:
     return [Path(name) for name in (options.library, *options.also)]
 
 
-def _check_config(options: TrainOptions, target: Target, texts: Sequence[Text]) -> None:
+def _check_config(
+    options: TrainOptions, target: Target, texts: Sequence[Text], init: str | None
+) -> None:
     """Writes a run's config into its folder, or makes sure that it is the one there, and its text that of now."""
     wanted = dataclasses.asdict(options)
     for where in ("library", "also", "run", "accel", "text"):
@@ -183,8 +184,7 @@ def _check_config(options: TrainOptions, target: Target, texts: Sequence[Text]) 
         digest.update(np.asarray([len(text.tokens), text.start], np.int32).tobytes())
         digest.update(text.tokens.tobytes())
     wanted |= {"target_fingerprint": target.fingerprint, "texts": digest.hexdigest()[:16]}
-    if options.init is not None:
-        wanted["init"] = head_fingerprint(*read_head(locate_head(options.init)))
+    wanted["init"] = init  # its fingerprint: what its folder is called does not matter
     wanted = json.loads(json.dumps(wanted))
     path = Path(options.run) / "config.json"
     if not path.exists():

@@ -171,7 +171,7 @@ def test_the_card_says_what_the_run_was(made, target):
 def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
     first = made / "run" / "head"
     shutil.copytree(made / "library", tmp_path / "library")
-    # A rate of 0 would not do for a test of where it began: the first evaluation is of a head that has moved little.
+    # At this rate the weights stay where they began.
     argv = ["--init", str(first), "--optim.learning_rate", "1e-9", "head", "export"]
     other_block = ["--head.block_size", "4", "--head.causal", "false"]
     assert command.main(arguments(tmp_path, target, *argv, *other_block)) == 0
@@ -255,7 +255,7 @@ OPTIONS = {
     "a large seed": ({"text": {"seed": 1 << 40}}, "seed must be in 0.."),
     "a run without a name": ({"run": ""}, "run must not be empty"),
     "a list": ([1], "config"),
-    "a stage": ({"stages": ["text"]}, "stages: give them on the command line"),
+    "a stage": ({"stages": ["text"]}, "'stages' is not accepted"),
 }
 
 
