@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from jaxtyping import DTypeLike
 from safetensors.flax import save_file
 
@@ -202,12 +203,26 @@ def readable(path: Path) -> Iterator[None]:
       HeadError: instead of any other error.
     """
     try:
+        for folder in (path, path / "default"):
+            if (folder / "manifest.ocdbt").exists():
+                _read_through(folder)
         yield
     except HeadError:
         raise
     except Exception as error:  # of many kinds, orbax's and those of the storage below it
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise HeadError(f"the weights in {path} cannot be read: {reason}") from None
+
+
+def _read_through(folder):
+    """Reads all that orbax has stored, one after the other, so that damage shows here.
+
+    Orbax reads everything at once and stops at the first failure: what is still being read then is reported on
+    stderr, by traceback, after the error's own line.
+    """
+    store = ts.KvStore.open({"driver": "ocdbt", "base": folder.absolute().as_uri() + "/"}).result()
+    for key in store.list().result():
+        store.read(key).result()
 
 
 def _restore(path, config):

@@ -355,7 +355,6 @@ def test_another_target_is_not_gone_on_with(copy, tiny_model, tmp_path_factory, 
     ],
 )
 @pytest.mark.parametrize("part", [0, 0.5])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_file_is_named(copy, target, capsys, stage, pattern, part):
     (path,) = copy.glob(pattern)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
