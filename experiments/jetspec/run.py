@@ -67,7 +67,7 @@ def acceptance(target, heads, cells):
             recordings, tables = None, {}
             for name, tree, budget in cases:
                 keys = {"part": "acceptance", "T": temperature, "bench": bench}
-                keys |= {"head": name, "tree": tree, "budget": budget}
+                keys |= {"head": name, "tree": tree, "budget": budget} | weights(heads.get(name))
                 if cells.has(**keys):
                     continue
                 if recordings is None:
@@ -86,7 +86,14 @@ def acceptance(target, heads, cells):
                 cells.add(**keys, **counts(done))
 
 
+def weights(*heads):
+    """Says in a cell which weights it is about, so that other heads make cells of their own."""
+    known = [head.fingerprint[:8] for head in heads if head]
+    return {"weights": " ".join(known)} if known else {}
+
+
 def speed(target, heads, cells, dtype):
+    drafters = weights(*heads.values())
     params = {"target": target.params}
     lanes = {("ar", None, 1): (Plan(target.config, ar()), params)}
     for budget in SPEED_BUDGETS[dtype]:
@@ -98,7 +105,8 @@ def speed(target, heads, cells, dtype):
     warm = False
     for bench in BENCHES:
         for number, prompt in enumerate(load_bench(bench, 5)):
-            if cells.has(part="speed", dtype=dtype, bench=bench, prompt=number):
+            keys = {"part": "speed", "dtype": dtype, "bench": bench, "prompt": number} | drafters
+            if cells.has(**keys):
                 continue
             ids = prompt.encode(target.tokenizer)
             seconds = {lane: [] for lane in lanes}
@@ -116,7 +124,7 @@ def speed(target, heads, cells, dtype):
                 [*lane, statistics.median(times), texts[lane] == plain]
                 for lane, times in seconds.items()
             ]
-            cells.add(part="speed", dtype=dtype, bench=bench, prompt=number, seconds=medians)
+            cells.add(**keys, machine=device_name(), seconds=medians)
 
 
 def recycling(target, cells):
@@ -149,7 +157,7 @@ def report(cells):
     lines = [
         "# JetSpec and DFlash heads on SmolLM2-135M-Instruct",
         "",
-        f"Q4_1 weights, computed with in fp32; {device_name()}. Made by `python -m experiments.jetspec.run`.",
+        "Q4_1 weights, computed with in fp32. Made by `python -m experiments.jetspec.run`.",
         f"Acceptance length by replay, {PROMPTS} prompts a bench, {NEW} new tokens; budgets count the root.",
         "In brackets: 95 % bootstrap over prompts. token_recycling, with a new table a prompt, by decoding; it and",
         "a temperature are missing where they were not run yet.",
@@ -220,6 +228,7 @@ def report(cells):
         lines += [
             f"## Speed against autoregressive decoding, {dtype}",
             "",
+            f"{', '.join(dict.fromkeys(row['machine'] for row in fast))}.",
             f"Greedy, batch 1, {SPEED_NEW} new tokens, decoding only: each prompt's median of {REPEATS} alternating",
             "runs; medians over 5 prompts of a bench. Below 1 a method loses time.",
             f"{sum(same)} of {len(same)} texts equal ar's of the same dtype.",
