@@ -139,7 +139,7 @@ class Trainer:
     Attributes:
       state: as it is now.
       config: the head's.
-      untrained_head: ``untrained_head()`` gives the weights that the run began with.
+      first_weights: ``first_weights()`` gives the weights that the run began with.
     """
 
     def __init__(
@@ -200,10 +200,10 @@ class Trainer:
         self.plans, self.folder, self.as_params = plans, folder, as_params
         folder.mkdir(parents=True, exist_ok=True)
         if init is None:
-            self.untrained_head = partial(first_head, head_config, sample, there, optim.seed)
+            self.first_weights = partial(first_head, head_config, sample, there, optim.seed)
         else:
-            self.untrained_head = partial(jax.tree.map, partial(jnp.array, dtype=jnp.float32), init)
-        head = self.untrained_head()
+            self.first_weights = partial(jax.tree.map, partial(jnp.array, dtype=jnp.float32), init)
+        head = self.first_weights()
         self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
         options = ocp.CheckpointManagerOptions(max_to_keep=1)
         self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
