@@ -27,6 +27,7 @@ HEADED = {"jetspec": (jetspec, True), "ddtree": (ddtree, True), "dflash": (dflas
 SAMPLINGS = {"0": Sampling(), "0.8": Sampling(temperature=0.8, top_p=0.95)}
 BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
 SEED = 0
+BUCKETS = tuple(4**i for i in range(6))  # half of the default ones: each takes some seconds to compile
 
 
 def main():
@@ -59,7 +60,7 @@ def main():
                     if reference is None:
                         plain = Plan(target.config, ar(), sampling)
                         reference = decode_all(plain, params, prompts, **options)[0]
-                    plan = Plan(target.config, methods[name](budget), sampling)
+                    plan = Plan(target.config, methods[name](budget), sampling, buckets=BUCKETS)
                     ours = decode_all(plan, given[name], prompts, batch=batch, **options)[0]
                     found = [
                         first_difference(plan, params, p, a.tokens, b.tokens, index=i, seed=SEED)
