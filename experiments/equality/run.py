@@ -41,11 +41,12 @@ def main():
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     target = load_target("smollm2-135m")
     params = {"target": target.params}
-    methods, given = dict(METHODS), dict.fromkeys(METHODS, params)
+    methods, given, weights = dict(METHODS), dict.fromkeys(METHODS, params), {}
     for name in set(args.methods) & set(HEADED):
         make, causal = HEADED[name]
         head = load_head(shipped_head(target, causal), target)
         methods[name], given[name] = partial(make, head.config), params | {"head": head.params}
+        weights[name] = {"weights": head.fingerprint[:8]}
     prompts = [p.encode(target.tokenizer) for name in BENCHES for p in load_bench(name, 4)]
     for temperature, sampling in SAMPLINGS.items():
         reference = None
@@ -53,7 +54,7 @@ def main():
             for name in args.methods:
                 for budget in args.budgets:
                     case = {"T": temperature, "batch": batch, "method": name, "budget": budget}
-                    case |= {"new": args.new}
+                    case |= {"new": args.new} | weights.get(name, {})
                     if any(case.items() <= row.items() for row in rows):
                         continue
                     options = {"max_new_tokens": args.new, "seed": SEED}
