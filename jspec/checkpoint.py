@@ -182,6 +182,10 @@ def locate_head(name: str) -> Path:
     try:
         path = Path(name).expanduser()
         if path.is_dir():
+            if (path / "log.jsonl").is_file() and not (path / "model.safetensors").exists():
+                raise HeadError(
+                    f"{path} is a run of jspec.train: a head is {path / 'head'}, once exported"
+                )
             return path
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
         raise HeadError(f"no head {name!r}: {error}") from None

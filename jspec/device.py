@@ -37,7 +37,7 @@ def pick_accelerator(accel: Accel) -> None:
     if accel == "auto":
         raise ValueError(f"JAX finds no {before} here: JAX_PLATFORMS should be unset, or cpu")
     raise ValueError(
-        f"JAX finds no {accel} here: use --accel cpu, or install JAX for it (jspec[cuda], jspec[tpu])"
+        f"JAX finds no {accel} here: use --accel cpu, or install JAX for it (jspec's extra cuda or tpu)"
     )
 
 

@@ -1,6 +1,8 @@
 """``python -m jspec.run``: decodes prompts, streams the text, and says how fast and how exact it was."""
 
 import dataclasses
+import hashlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -147,10 +149,10 @@ def choose(options: Options, target: Target) -> Options:
     method = options.method
     if method is None:
         headed = options.head is not None or shipped_head(target, causal=True) is not None
-        method = "jetspec" if headed else "prompt_lookup"
+        method = "ddtree" if headed else "prompt_lookup"
     head = options.head
     if head is None and METHODS[method].headed:
-        head = shipped_head(target, causal=method == "jetspec")
+        head = shipped_head(target, causal=method != "dflash")
         if head is None:
             raise ValueError(
                 f"--method {method} drafts with a head, and none is shipped for this target: "
@@ -303,9 +305,13 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "seed": options.seed,
         "batch": options.batch,
         "depth": job.plan.method.needs.depth,
+        "width": options.width,
+        "attention": options.attention,
         "max_new_tokens": options.max_new_tokens,
         "stop": list(options.stop),
         "prompts": options.bench or options.prompts or ("given" if options.prompt else "built-in"),
+        "prompts_digest": hashlib.sha256(json.dumps(job.ids).encode()).hexdigest()[:16],
+        "baseline": options.baseline,
         "profile": options.profile,
         "results": [
             summarize_prompt(

@@ -11,7 +11,7 @@ from jspec.benches import Prompt, is_message, is_text, user_turn
 from jspec.checkpoint import Head
 from jspec.driver import Finished, decode_all
 from jspec.method import Memory, Method
-from jspec.methods import jetspec, prompt_lookup
+from jspec.methods import ddtree, prompt_lookup
 from jspec.models.load import Target
 from jspec.models.tokenizer import Message
 from jspec.sampling import Sampling
@@ -39,8 +39,8 @@ class Answer:
 
 
 def default_method(head: Head | None = None) -> Method:
-    """JetSpec with a head; without one the best method that needs no training."""
-    return prompt_lookup(DEFAULT_BUDGET) if head is None else jetspec(head.config, HEAD_BUDGET)
+    """With a head the likeliest nodes of what it drafts; without one the best method that needs no training."""
+    return prompt_lookup(DEFAULT_BUDGET) if head is None else ddtree(head.config, HEAD_BUDGET)
 
 
 def generate_text(

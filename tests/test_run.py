@@ -42,9 +42,13 @@ KEYS = {
     "seed": int,
     "batch": int,
     "depth": int,
+    "width": None,
+    "attention": str,
     "max_new_tokens": int,
     "stop": list,
     "prompts": str,
+    "prompts_digest": str,
+    "baseline": bool,
     "profile": bool,
     "results": list,
     "summary": dict,
@@ -195,19 +199,20 @@ def test_the_shipped_head_of_a_target_is_found(
     refused("jetspec")
     config, params = checkpoint.read_head(head)
     export_head(shipped / "b-causal", config, params)
-    assert chosen() == ("jetspec", "b-causal") and chosen("--method", "ar") == ("ar", None)
-    assert chosen("--method", "ddtree") == ("ddtree", "b-causal")
+    assert chosen() == ("ddtree", "b-causal") and chosen("--method", "ar") == ("ar", None)
+    assert chosen("--method", "dflash") == ("dflash", "b-causal")
     export_head(shipped / "a-bidirectional", dataclasses.replace(config, causal=False), params)
     alien = dataclasses.replace(config, target_fingerprint="0f")
     export_head(shipped / "a-of-another", alien, params)
-    assert chosen() == ("jetspec", "b-causal")
-    for method in ("dflash", "ddtree"):
-        assert chosen("--method", method) == (method, "a-bidirectional")
-    assert chosen("--head", "elsewhere") == ("jetspec", "elsewhere")
+    assert chosen() == ("ddtree", "b-causal")
+    for method in ("jetspec", "ddtree"):
+        assert chosen("--method", method) == (method, "b-causal")
+    assert chosen("--method", "dflash") == ("dflash", "a-bidirectional")
+    assert chosen("--head", "elsewhere") == ("ddtree", "elsewhere")
     other = jspec.load(write_target(tmp_path / "other", tiny_model, seed=1))
     assert chosen(target=other) == ("prompt_lookup", None)
     _, report = command("--prompt", "HELLO THERE", "--no-baseline")
-    assert report["method"] == "jetspec" and report["head"] == "b-causal"
+    assert report["method"] == "ddtree" and report["head"] == "b-causal"
     assert report["head_fingerprint"] == jspec.load_head("b-causal", target).fingerprint
 
 

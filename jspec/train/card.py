@@ -16,6 +16,7 @@ def model_card(
     config: HeadConfig,
     head: Mapping[str, Any],
     dtype: str,
+    products: str,
     libraries: Sequence[Mapping[str, Any]],
     texts: int,
     response_tokens: int,
@@ -30,6 +31,7 @@ def model_card(
       config: the head's.
       head: its arrays; only their sizes matter.
       dtype: of the weights in the file.
+      products: the dtype that training multiplied in.
       libraries: the text.json of each library of text.
       texts: how many were trained on.
       response_tokens: tokens of those texts' answers.
@@ -55,12 +57,12 @@ def model_card(
     training = {
         "steps": f"{options.optim.steps:,}; these are the weights of step {best:,}",
         "step": _listed(options.batch),
-        "dtype": f"{options.dtype} in products, fp32 in what is trained",
+        "dtype": f"{products} in products, fp32 in what is trained",
         "loss": _listed(options.loss),
         "optimiser": f"AdamW, linear warm-up, cosine to zero; {_listed(options.optim)}",
     }
-    if log and all("seconds" in row for row in log):
-        minutes = sum(row["seconds"] for row in log) / 60
+    if any("seconds" in row for row in log):
+        minutes = sum(row.get("seconds", 0) for row in log) / 60
         training["time"] = f"{minutes:.1f} minutes for the steps, evaluations left out"
     lines = [
         f"# A {method} head for {options.target}",
@@ -90,18 +92,19 @@ def model_card(
             "## Held-out figures",
             "",
             f"Acceptance length (tokens a round, bonus included) by replay of {options.optim.eval_tokens} tokens each "
-            f"of up to {options.optim.eval_texts} texts that were not trained on:",
+            f"of up to {options.optim.eval_texts} texts that this run was not trained on:",
             "",
             f"- {row['tree']:.3f} with the best trees of {options.optim.eval_budget} nodes (`ddtree`);",
             f"- {row['chain']:.3f} with chains of {config.block_size} nodes (`dflash`).",
             "",
         ]
-    lines += [f"Licence: Apache-2.0, as jspec; trained on text {origin}.", ""]
     return "\n".join(lines)
 
 
 def _shown(library: Mapping[str, Any]) -> dict[str, Any]:
     hidden = ("batch", "target", "taps")  # the first means nothing here, the others were said
+    if library.get("turns") == 0:
+        hidden += ("turns", "systems", "turn_temperature", "turn_tokens")
     return {k: value for k, value in library.items() if value is not None and k not in hidden}
 
 

@@ -14,7 +14,7 @@ def draw_curves(folder: Path) -> Path:
     steps = [row["step"] for row in rows]
     figure = Figure(figsize=(13, 3.4))
     losses, lengths, depths = figure.subplots(1, 3)
-    losses.plot(steps, [row["loss"] for row in rows])
+    losses.plot(*zip(*((row["step"], row["loss"]) for row in rows if "loss" in row)))
     losses.set(title="training loss", xlabel="step")
     for name in ("tree", "chain"):
         lengths.plot(steps, [row[name] for row in rows], marker=".", label=name)

@@ -198,6 +198,7 @@ class Trainer:
         self.recordings = held_out_recordings(held, there, head_config, optim)
         self.frozen = frozen_parts(target, draft_ids)
         self.plans, self.folder, self.as_params = plans, folder, as_params
+        self._goes_on = init is not None
         folder.mkdir(parents=True, exist_ok=True)
         if init is None:
             self.first_weights = partial(first_head, head_config, sample, there, optim.seed)
@@ -231,6 +232,13 @@ class Trainer:
           tick: is called after each step.
         """
         until = self.optim.steps if until is None else min(until, self.optim.steps)
+        if self._goes_on and self._last.latest_step() is None:
+            # Training may make a good head worse: then it is the best one.
+            forget_after(self.folder, -1)
+            row = {"step": 0} | self.evaluate()
+            add_row(self.folder, row)
+            say(row)
+            self._keep(0, row)
         said, start = [], time.perf_counter()
         for step in range(int(self.state.step), until):
             self.state, numbers = train_step(
@@ -262,7 +270,7 @@ class Trainer:
         return evaluate(self.plans, params, self.recordings, self.optim.eval_tokens)
 
     def _keep(self, step: int, row: dict[str, Any]) -> None:
-        found = row[next(iter(self.plans))]
+        found = np.float32(row[next(iter(self.plans))])  # as it is kept: of equal ones the first
         if found > float(self.state.best):
             self.state = self.state._replace(best=jnp.float32(found))
             self._save(self._best, step)

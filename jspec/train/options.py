@@ -55,8 +55,8 @@ class TrainOptions:
       also: folders of further text, written before by the same target with the same taps, to be trained on too.
       max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
-      init: a head to go on from, by the name of a shipped one or its folder: of the same target, taps, layers and draft
-        vocabulary; its block may be another. null: new weights.
+      init: a head to go on from, by the name of a shipped one or its folder: of the same target and number of layers.
+        Its taps and draft vocabulary are taken over, its block may be another. null: new weights.
       accel: where to run.
       dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
@@ -124,7 +124,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
     )
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="options in YAML")
     # Not "stages": a config could name them then, and would not be heard.
-    parser.add_argument("STAGE", nargs="*", help=f"of {', '.join(STAGES)}; default: all")
+    parser.add_argument(
+        "STAGE", nargs="*", default=[], help=f"of {', '.join(STAGES)}; none named: all"
+    )
     parser.add_class_arguments(TrainOptions)
     try:
         given = parser.parse_args(argv)

@@ -1,21 +1,16 @@
 """The stages of a run, as ``python -m jspec.train`` runs them; each goes on where it was stopped."""
 
 import contextlib
-import dataclasses
-import hashlib
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
-from jspec.checkpoint import export_head, head_fingerprint, locate_head, read_head
-from jspec.heads.config import HeadConfig, check_pair, config_for, spread_taps
-from jspec.heads.parallel import trained, with_draft_ids
+from jspec.checkpoint import export_head
+from jspec.heads.config import HeadConfig, config_for, spread_taps
+from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ddtree, dflash
 from jspec.models.config import read_json
 from jspec.models.load import Target
@@ -23,11 +18,19 @@ from jspec.state import Plan
 from jspec.train.card import model_card
 from jspec.train.corpus import store_answers
 from jspec.train.curves import draw_curves
-from jspec.train.data import Text, draft_vocabulary, read_libraries, split
+from jspec.train.data import draft_vocabulary, read_libraries, split
 from jspec.train.log import read_log
 from jspec.train.loop import Trainer
 from jspec.train.options import TrainOptions
-from jspec.train.text import put, write_text
+from jspec.train.origin import (
+    Origin,
+    check_origin,
+    check_record,
+    read_origin,
+    run_record,
+    write_record,
+)
+from jspec.train.text import write_text
 
 
 def head_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
@@ -52,7 +55,7 @@ def write_library(options: TrainOptions, target: Target) -> None:
         options ask for.
     """
     _check_places(options)
-    head_config(options, target)  # before hours are spent
+    _, options, _ = _start(options, target)  # before hours are spent
     config = options.text
     given = [] if config.prompts is None else read_prompts(config.prompts)
     bars: dict[str, tqdm] = {}
@@ -104,6 +107,15 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
     )
 
 
+def _start(options: TrainOptions, target: Target) -> tuple[Origin | None, TrainOptions, HeadConfig]:
+    """The head to go on from, the options with what it settles, and the config of the new head."""
+    origin, options = read_origin(options, target)
+    config = head_config(options, target)
+    if origin is not None:
+        check_origin(origin, config)
+    return origin, options, config
+
+
 def open_run(options: TrainOptions, target: Target) -> Trainer:
     """The run in ``options.run``, as far as it has come.
 
@@ -111,16 +123,19 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
       ValueError: no text, or a folder that another config's run is in.
     """
     _check_places(options)
-    config = head_config(options, target)
-    made_of = init = ids = None
-    if options.init is not None:
-        made_of, init, ids = _first_weights(options.init, config, target)
+    origin, options, config = _start(options, target)
+    folder = Path(options.run)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
-    _check_config(options, target, texts, made_of)
+    record = run_record(options, target, texts, origin)
+    check_record(folder, record)
     texts, held_out = split(texts, options.optim.held_out)
     texts = texts[: options.max_texts]
-    if init is None and config.draft_vocab_size is not None:
+    if origin is not None:
+        ids = origin.draft_ids
+    elif config.draft_vocab_size is not None:
         ids = draft_vocabulary(texts, config.draft_vocab_size, target.config.vocab_size)
+    else:
+        ids = None
 
     def as_params(head):
         return head if ids is None else with_draft_ids(head, target.params, ids)
@@ -130,73 +145,27 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
         "tree": Plan(target.config, ddtree(config, budget)),
         "chain": Plan(target.config, dflash(config, config.block_size)),
     }
-    return Trainer(
+    run = Trainer(
         target,
         config,
         texts,
         held_out,
         taps,
         plans,
-        Path(options.run),
+        folder,
         batch=options.batch,
         loss=options.loss,
         optim=options.optim,
         draft_ids=ids,
         as_params=as_params,
-        init=init,
+        init=origin and origin.weights,
     )
-
-
-def _first_weights(name: str, config: HeadConfig, target: Target):
-    """Fingerprint, weights and draft ids of the head that a run goes on from."""
-    found, arrays = read_head(locate_head(name))
-    check_pair(found, target.config, target.fingerprint)
-    free = ("block_size", "causal", "target_fingerprint")  # the last was checked, if it is there
-    wanted, there = dataclasses.asdict(config), dataclasses.asdict(found)
-    differ = [key for key in wanted if key not in free and there[key] != wanted[key]]
-    if differ:
-        found_are = "; ".join(f"{key} {there[key]}, not {wanted[key]}" for key in differ)
-        raise ValueError(f"init: the head {name} has {found_are}")
-    return head_fingerprint(found, arrays), trained(arrays), arrays.get("draft_ids")
-
-
-def _card(name: str | None) -> str | None:
-    """What a head says of itself, where it does."""
-    try:
-        return name and (locate_head(name) / "README.md").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
+    write_record(folder, record)  # not before all was found to be in order
+    return run
 
 
 def _libraries(options: TrainOptions) -> list[Path]:
     return [Path(name) for name in (options.library, *options.also)]
-
-
-def _check_config(
-    options: TrainOptions, target: Target, texts: Sequence[Text], init: str | None
-) -> None:
-    """Writes a run's config into its folder, or makes sure that it is the one there, and its text that of now."""
-    wanted = dataclasses.asdict(options)
-    for where in ("library", "also", "run", "accel", "text"):
-        del wanted[where]
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(np.asarray([len(text.tokens), text.start], np.int32).tobytes())
-        digest.update(text.tokens.tobytes())
-    wanted |= {"target_fingerprint": target.fingerprint, "texts": digest.hexdigest()[:16]}
-    wanted["init"] = init  # its fingerprint: what its folder is called does not matter
-    wanted = json.loads(json.dumps(wanted))
-    path = Path(options.run) / "config.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        put(path, lambda file: file.write(json.dumps(wanted, indent=1).encode()))
-        return
-    there = read_json(path)
-    if changed := sorted(name for name in wanted if there.get(name) != wanted[name]):
-        raise ValueError(
-            f"{path.parent} holds a run of another config ({', '.join(changed)} differ): "
-            "use another --run or the old config"
-        )
 
 
 def train_head(options: TrainOptions, target: Target) -> Trainer:
@@ -211,10 +180,14 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
 
         def say(row):
             bar.update(row["step"] - bar.n)
-            bar.write(
-                f"step {row['step']}: loss {row['loss']:.3f}, held-out acceptance length {row['tree']:.3f}"
-                f" (tree), {row['chain']:.3f} (chain), {row['slots_per_second']:.0f} slots/s"
+            held_out = (
+                f"held-out acceptance length {row['tree']:.3f} (tree), {row['chain']:.3f} (chain)"
             )
+            if row["step"] == 0:
+                bar.write(f"step 0, as it was: {held_out}")
+                return
+            speed = f"{row['slots_per_second']:.0f} slots/s"
+            bar.write(f"step {row['step']}: loss {row['loss']:.3f}, {held_out}, {speed}")
 
         run.run(say=say, tick=bar.update)
     draw_curves(Path(options.run))
@@ -227,6 +200,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
     Raises:
       ValueError: as ``open_run``, or no checkpoint yet.
     """
+    origin, options, _ = _start(options, target)
     run = open_run(options, target)
     folder = Path(options.run) / "head"
     head, dtype = run.as_params(run.best_head()), jnp.bfloat16
@@ -235,13 +209,16 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         run.config,
         head,
         jnp.dtype(dtype).name,
+        target.params["embed"].dtype.name,
         [read_json(library / "text.json") for library in _libraries(options)],
         run.texts,
         run.response_tokens,
         read_log(run.folder),
         run.best_step,
-        _card(options.init),
+        origin and origin.card,
     )
     export_head(folder, run.config, head, dtype, card)
     print(f"{folder}: held-out acceptance length {float(run.state.best):.3f}")
+    if run.best_step == 0:
+        print(f"No step was better than the head it goes on from: {folder} is that head.")
     return folder

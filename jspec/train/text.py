@@ -46,6 +46,7 @@ class TextConfig:
       turn_temperature: of those turns.
       turn_tokens: longer ones are left out.
       prompts: a file of further prompts, as of ``python -m jspec.run --prompts``.
+      about: what these are and where they come from, for the model card of a head.
       answers: written by the target, or those given in the file of prompts ("answer"): a corpus, to compare with. Then
         what is said here of turns, temperatures and batch does not matter.
       temperatures: of the answers: one a shard, in turns.
@@ -65,6 +66,7 @@ class TextConfig:
     turn_temperature: float = 0.9
     turn_tokens: int = 128
     prompts: str | None = None
+    about: str | None = None
     answers: Literal["written", "given"] = "written"
     temperatures: tuple[float, ...] = (0.0, 0.7)
     max_new_tokens: int = 192
@@ -257,9 +259,10 @@ class Library:
         wanted |= {"target": target.fingerprint, "dtype": target.params["embed"].dtype.name}
         wanted = json.loads(json.dumps(wanted | {"taps": taps}))
         path = self.folder / "text.json"
-        if path.exists():
+        begun = any(any(self.folder.glob(name)) for name in ("turns-*.json", "text/*.npz"))
+        if path.exists() and begun:
             there = read_json(path)
-            if changed := sorted(k for k in wanted if there.get(k) != wanted[k]):
+            if changed := sorted(k for k in wanted if k != "about" and there.get(k) != wanted[k]):
                 raise ValueError(
                     f"{self.folder} holds text of another config ({', '.join(changed)} differ): "
                     "use another folder or the old config"

@@ -12,7 +12,7 @@ def card(log=ROWS, best=1000, libraries=({"turns": 7, "prompts": None, "taps": [
     kind = config(target_fingerprint="0f", **changes)
     head, _ = head_and_target(kind)
     options = TrainOptions(head=HeadOptions(mask_token="<|mask|>"))
-    return model_card(options, kind, head, "bfloat16", libraries, 5, 1234, log, best)
+    return model_card(options, kind, head, "bfloat16", "float32", libraries, 5, 1234, log, best)
 
 
 def test_what_a_card_says():
@@ -26,7 +26,7 @@ def test_what_a_card_says():
     assert "1.5 minutes for the steps" in text
     assert "- 1.750 with the best trees" in text and "- 1.500 with chains of 5 nodes" in text
     assert r"`<\|mask\|>`, id 60" in text  # as it must be written in a table
-    assert text.endswith("Apache-2.0, as jspec; trained on text written by the target.\n")
+    assert "float32 in products" in text and "Licence" not in text  # that is for its maker to say
     assert text == card()
 
 
@@ -35,7 +35,7 @@ def test_cards_of_other_heads():
     assert text.startswith("# A DFlash head") and "--method dflash" in text
     assert "a bidirectional block" in text and "23 of the target's 61 tokens" in text
     given = card(libraries=({"turns": 7}, {"answers": "given"}))
-    assert "trained on text whose answers were given" in given
+    assert "tokens of answers, whose answers were given" in given
 
 
 def test_figures_that_a_log_lacks_are_left_out():

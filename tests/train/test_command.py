@@ -159,7 +159,7 @@ def test_the_card_says_what_the_run_was(made, target):
         "learning_rate 0.003",
         f"- {best['tree']:.3f} with the best trees of 4 nodes",
         f"- {best['chain']:.3f} with chains of 3 nodes",
-        "Apache-2.0, as jspec; trained on text written by the target",
+        "tokens of answers, written by the target:",
     ):
         assert part in card
     shards = [np.load(path) for path in (made / "library" / "text").glob("*.npz")]
@@ -175,6 +175,8 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
     argv = ["--init", str(first), "--optim.learning_rate", "1e-9", "head", "export"]
     other_block = ["--head.block_size", "4", "--head.causal", "false"]
     assert command.main(arguments(tmp_path, target, *argv, *other_block)) == 0
+    rows = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert json.loads(rows[0])["step"] == 0  # the head as it was
     before, after = (load_file(x / "model.safetensors") for x in (first, tmp_path / "run" / "head"))
     assert before.keys() == after.keys()
     for name in before:
@@ -198,17 +200,48 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
     ("argv", "says"),
     [
         (["--init", "nowhere"], "no head 'nowhere'"),
-        (["--head.num_layers", "2"], "has num_layers 1, not 2"),
-        (["--head.taps", "[1]"], "has taps (0, 1), not (1,)"),
-        (["--head.draft_vocab_size", "9"], "has draft_vocab_size None, not 9"),
+        (["--head.num_layers", "2"], "has head.num_layers 1, not 2"),
+        (["--head.taps", "[1]"], "has head.taps (0, 1), not (1,)"),
+        (["--head.draft_vocab_size", "9"], "has head.draft_vocab_size None, not 9"),
         (["--init", "smollm2-135m-jetspec"], "made for a target of hidden_size 576"),
     ],
 )
 def test_a_head_that_cannot_be_gone_on_from(made, target, tmp_path, capsys, argv, says):
     shutil.copytree(made / "library", tmp_path / "library")
     init = ["--init", str(made / "run" / "head")]
-    assert_refused(capsys, arguments(tmp_path, target, *init, *argv, "head"), says)
+    for stage in ("head", "text"):
+        assert_refused(capsys, arguments(tmp_path, target, *init, *argv, stage), says)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_refused_can_be_corrected(made, target, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "HELLO"}))
+    text = ["--text.turns", "0", "--text.prompts", str(tmp_path / "p.jsonl"), "text"]
+    short = ["--text.max_prompt_tokens", "1"]
+    assert_refused(capsys, arguments(tmp_path, target, *short, *text), "there is nothing to answer")
+    assert command.main(arguments(tmp_path, target, "--text.max_prompt_tokens", "40", *text)) == 0
+    shutil.rmtree(tmp_path / "library")
+    shutil.copytree(made / "library", tmp_path / "library")
+    capsys.readouterr()
+    says = "held_out must be below"
+    many = ["--optim.held_out", "999", "head"]
+    assert_refused(capsys, arguments(tmp_path, target, *many), says)
+    assert command.main(arguments(tmp_path, target, "head")) == 0
+
+
+def test_a_worse_head_is_not_exported(made, target, tmp_path, monkeypatch, capsys):
+    def worse(self):
+        none = {"chain": 1.0, "tree_by_depth": [0.0], "chain_by_depth": [0.0]}
+        return {"tree": 2 - int(self.state.step) / 10} | none
+
+    monkeypatch.setattr(Trainer, "evaluate", worse)
+    shutil.copytree(made / "library", tmp_path / "library")
+    first = made / "run" / "head"
+    wild = ["--init", str(first), "--optim.learning_rate", "9.0", "head", "export"]
+    assert command.main(arguments(tmp_path, target, *wild)) == 0
+    assert "No step was better than the head it goes on from" in capsys.readouterr().out
+    before, after = (load_file(x / "model.safetensors") for x in (first, tmp_path / "run" / "head"))
+    assert all((before[name] == after[name]).all() for name in before)
 
 
 def test_prompts_from_a_file_are_answered(target, tmp_path):
@@ -323,8 +356,11 @@ def test_a_library_with_nothing_to_learn(copy, target, capsys):
     ("argv", "says"),
     [
         (["text", "--text.seed", "1"], "library holds text of another config (seed differ)"),
-        (["head", "--optim.steps", "8"], "run holds a run of another config (optim differ)"),
-        (["export", "--head.causal", "false"], "run holds a run of another config (head differ)"),
+        (["head", "--optim.steps", "8"], "run holds a run of another config (optim.steps differ)"),
+        (
+            ["export", "--head.causal", "false"],
+            "run holds a run of another config (head.causal differ)",
+        ),
     ],
 )
 def test_another_config_is_not_gone_on_with(copy, target, capsys, argv, says):

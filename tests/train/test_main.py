@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +73,8 @@ def test_what_is_trained_on_and_what_is_held_out(target, tmp_path):
     second = library(tmp_path / "second", target, 30)
     both = dataclasses.replace(options, run=str(tmp_path / "both"), also=(second,))
     assert len(own(open_run(both, target))[0]) == 2 * TEXTS - HELD_OUT
+    for run in (options.run, few.run):
+        (Path(run) / "last" / "1").mkdir()  # without a checkpoint a folder is anybody's
     with pytest.raises(ValueError, match=r"holds a run of another config \(texts differ\)"):
         open_run(dataclasses.replace(both, run=options.run), target)
     with pytest.raises(ValueError, match=r"holds a run of another config \(max_texts differ\)"):
