@@ -37,6 +37,7 @@ from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.models.tensors import read_tensors, sample
 
+_FILES = {"config.json", "params", "model.safetensors", "README.md"}  # what a head's folder holds
 SHIPPED = Path(__file__).parent / "heads" / "shipped"  # heads that come with jspec, a folder each
 
 
@@ -101,6 +102,8 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
             head = _restore(folder / "params", config)
         else:
             tensors = dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
+            if "draft_ids" in tensors:  # before JAX makes 32 bits of them
+                _check_draft_ids(config, np.asarray(tensors["draft_ids"]))
             head = from_tensors(config, jax.tree.map(jnp.asarray, tensors))
     if config.draft_vocab_size is not None:
         _check_draft_ids(config, np.asarray(head["draft_ids"]))
@@ -119,6 +122,7 @@ def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -
       HeadError: arrays that ``config`` does not ask for; a folder that holds something else, or can't be written.
     """
     head = _own(config, head)
+    check_place(Path(folder))
 
     def write(path):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -190,6 +194,18 @@ def locate_head(name: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
         raise HeadError(f"no head {name!r}: {error}") from None
     raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+
+
+def check_place(folder: Path) -> None:
+    """Makes sure that orbax can read what it writes into a folder: it takes its path for a pattern.
+
+    Raises:
+      HeadError: the path has a character that means something in one.
+    """
+    if bad := sorted(set("[]\\*") & set(str(folder.absolute()))):
+        raise HeadError(
+            f"{folder} has a {bad[0]!r} in its path: checkpoints there could not be read"
+        )
 
 
 def _own(config, head):
@@ -276,14 +292,21 @@ def _check_draft_ids(config, ids):
 
 
 def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path], None]):
-    """Makes a folder of config.json and what ``write`` adds, next to ``folder``; then puts it there."""
-    folder = folder.absolute()
+    """Makes a folder of config.json and what ``write`` adds, next to ``folder``; then puts it there.
+
+    A kill at any moment leaves the old folder or the new one, under its name or, between two renames, as ``.NAME.old``.
+    """
+    folder = folder.resolve()  # a link goes on pointing to it
+    work, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
+    if old.is_dir() and not folder.exists():
+        os.replace(old, folder)  # a kill came between the two renames
     if folder.exists():
         try:
             config_from_json(read_json(folder / "config.json"))
         except ValueError:
             raise HeadError(f"{folder} holds something that is no head: give another") from None
-    work, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
+        if more := sorted({path.name for path in folder.iterdir()} - _FILES):
+            raise HeadError(f"{folder} holds more than a head ({more[0]}): give another") from None
     text = json.dumps(config_to_json(config, dtype), indent=2)
     try:
         shutil.rmtree(work, ignore_errors=True)
@@ -293,7 +316,12 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
         write(work)
         if folder.exists():
             os.replace(folder, old)
-        os.replace(work, folder)
+        try:
+            os.replace(work, folder)
+        except OSError:
+            if old.exists():
+                os.replace(old, folder)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise HeadError(f"{folder} cannot be written: {error}") from None

@@ -120,9 +120,21 @@ _load_yaml = jsonargparse.get_loader("yaml")
 
 
 def _load(text: str) -> Any:
-    """YAML without aliases: the library does not come back from one that holds itself."""
+    """YAML without doubled keys, and without aliases: the library does not come back from one that holds itself."""
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
         raise yaml.YAMLError("a config file must not have aliases (*name)")
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if stage := next((name for name in names if name.isupper()), None):
+                raise yaml.YAMLError(f"{stage} belongs on the command line, not into a config file")
+            if twice := {name for name in names if names.count(name) > 1}:
+                raise yaml.YAMLError(f"{min(twice)} stands twice in a config file")
+            nodes += [value for _, value in node.value]
     return _load_yaml(text)
 
 

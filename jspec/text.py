@@ -127,11 +127,11 @@ def _as_prompt(prompt, id: str) -> Prompt:
     )
 
 
-def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
+def encode_prompt(target: Target, prompt: Prompt, any_length: bool = False) -> list[int]:
     """A prompt's token ids, at least one.
 
     A text without any is the target's begin token (else its end token). A lone user turn is raw text to a target that
-    has no chat template.
+    has no chat template. With ``any_length`` it need not fit into the target's context.
 
     Raises:
       ValueError: a prompt that leaves the target's context no room for an answer, a conversation that its chat
@@ -147,7 +147,7 @@ def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
             ids = prompt.encode(tokenizer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if len(ids) > room:
+    if len(ids) > room and not any_length:
         raise ValueError(f"{name} has {len(ids)} tokens, the target's context takes at most {room}")
     vocab = target.config.vocab_size
     if ids and max(ids) >= vocab:

@@ -218,7 +218,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"block_size": 1}, "block_size must be 2 or above"),
+            ({"block_size": 1}, "block_size must be in 2..512"),
             ({"mask_token_id": 64, "dflash_config": None}, "target_layer_ids"),
             ({"num_target_layers": 2}, r"taps must be target layers 0\.\.1, got 2"),
             ({"num_target_layers": 5}, "target of layer count 5, this target's is 3"),
@@ -260,8 +260,74 @@ class TestRefusals:
         self.edit(native, **changes)
         self.refuse(target, native, message)
 
+    def test_wide_draft_ids_are_not_wrapped(self, target, published):
+        ids = load_file(published / "model.safetensors")["draft_ids"].astype(np.int64)
+        ids[-1] += 1 << 32
+        self.change(published, draft_ids=ids)
+        self.refuse(target, published, "draft_ids must ascend within the vocabulary")
+
+    def test_a_run_is_no_head(self, target, tmp_path):
+        (tmp_path / "log.jsonl").touch()
+        self.refuse(target, tmp_path, "is a run of jspec.train: a head is .*head, once exported")
+
     @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "d/*"])
     def test_damaged_native_weights(self, target, native, name):
         path = next((native / "params").glob(name))
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         self.refuse(target, native, "params cannot be read: ")
+
+
+class TestWriting:
+    """What a folder may be, and what is left of it whatever happens."""
+
+    def test_a_path_that_orbax_takes_for_a_pattern(self, tmp_path):
+        head, _ = head_and_target(NARROW)
+        for name in ("[1]", "a\\b", "a*"):
+            with pytest.raises(HeadError, match="in its path: checkpoints there could not be read"):
+                save_head(tmp_path / name, NARROW, head)
+            export_head(tmp_path / name, NARROW, head)  # no orbax
+            assert read_head(tmp_path / name)[0] == NARROW
+
+    def test_what_else_is_in_the_folder_is_not_lost(self, tmp_path):
+        head, _ = head_and_target(NARROW)
+        export_head(tmp_path / "h", NARROW, head)
+        (tmp_path / "h" / "notes.txt").write_text("mine")
+        with pytest.raises(HeadError, match=r"holds more than a head \(notes.txt\)"):
+            export_head(tmp_path / "h", NARROW, head)
+        assert (tmp_path / "h" / "notes.txt").read_text() == "mine"
+
+    def test_a_link_goes_on_pointing(self, tmp_path):
+        head, _ = head_and_target(NARROW)
+        export_head(tmp_path / "h", NARROW, head)
+        (tmp_path / "link").symlink_to(tmp_path / "h")
+        for _ in range(2):
+            export_head(tmp_path / "link", NARROW, head, card="new")
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "h" / "README.md").read_text().startswith("new")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["h", "link"]
+
+    @pytest.mark.parametrize("killed", [False, True])
+    def test_the_old_head_stays_when_the_new_one_cannot_be_put_there(
+        self, tmp_path, monkeypatch, killed
+    ):
+        head, _ = head_and_target(NARROW)
+        export_head(tmp_path / "h", NARROW, head, card="old")
+        real = os.replace
+
+        def replace(source, to):
+            if str(source).endswith(".partial"):
+                raise KeyboardInterrupt if killed else OSError("no")
+            real(source, to)
+
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt if killed else HeadError):
+            export_head(tmp_path / "h", NARROW, head, card="new")
+        if killed:  # between the two renames; then the next write fails too
+            with pytest.raises(KeyboardInterrupt):
+                export_head(tmp_path / "h", NARROW, head, card="new")
+            monkeypatch.undo()
+            export_head(tmp_path / "h", NARROW, head, card="newer")
+            assert (tmp_path / "h" / "README.md").read_text().startswith("newer")
+        else:
+            assert (tmp_path / "h" / "README.md").read_text().startswith("old")
+        assert [path.name for path in tmp_path.iterdir()] == ["h"]

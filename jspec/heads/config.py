@@ -2,7 +2,10 @@
 
 import dataclasses
 
+from jspec.method import MAX_BUDGET
 from jspec.models.config import ModelConfig, RopeScaling
+
+_LARGEST = 1 << 30  # sizes are compared and added in 32 bits
 
 
 class HeadError(ValueError):
@@ -55,8 +58,10 @@ class HeadConfig:
         object.__setattr__(self, "windows", tuple(self.windows) or (None,) * self.num_layers)
         sizes = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "target_layers", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise HeadError(f"the head's {name} must be 1 or above, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= _LARGEST:
+                raise HeadError(
+                    f"the head's {name} must be in 1..{_LARGEST}, got {getattr(self, name)}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise HeadError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads"
@@ -65,8 +70,8 @@ class HeadConfig:
             raise HeadError(f"the head's head_dim must be even, got {self.head_dim}")
         if self.norm_eps <= 0 or self.rope_theta <= 0:
             raise HeadError("the head's norm_eps and rope_theta must be positive")
-        if self.block_size < 2:
-            raise HeadError(f"block_size must be 2 or above, got {self.block_size}")
+        if not 2 <= self.block_size <= MAX_BUDGET:
+            raise HeadError(f"block_size must be in 2..{MAX_BUDGET}, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise HeadError(
                 f"the mask id must be in the vocabulary 0..{self.vocab_size - 1}, got {self.mask_token_id}"
@@ -78,8 +83,8 @@ class HeadConfig:
         if len(self.windows) != self.num_layers:
             raise HeadError(f"{self.num_layers} layers need as many windows, got {self.windows}")
         sizes = {w for w in self.windows if w is not None}
-        if len(sizes) > 1 or any(w < 1 for w in sizes):
-            raise HeadError(f"windows must be of one size, 1 or above, got {self.windows}")
+        if len(sizes) > 1 or not all(1 <= w <= _LARGEST for w in sizes):
+            raise HeadError(f"windows must be of one size, in 1..{_LARGEST}, got {self.windows}")
         if not 1 <= (self.draft_vocab_size or 1) <= self.vocab_size or self.draft_vocab_size == 0:
             raise HeadError(
                 f"draft_vocab_size must be in 1..{self.vocab_size}, got {self.draft_vocab_size}"

@@ -69,6 +69,8 @@ def store_answers(
     none = np.zeros((0, 0, 0), np.float16)
     for shard, first in enumerate(range(0, len(prompts), config.shard)):
         if library.has(shard):
+            for _ in prompts[first : first + config.shard]:
+                progress("answers", len(prompts), None)
             continue
         texts = []
         for number, (prompt, ids) in enumerate(prompts[first : first + config.shard], first):

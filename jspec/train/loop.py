@@ -4,6 +4,7 @@ A run is a function of its configs: each step's batch follows from its number, e
 steps, and a run that was killed goes on from its last checkpoint to the same end.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -211,7 +212,6 @@ class Trainer:
         self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
         if (step := self._last.latest_step()) is not None:
             self.state = self._restore(self._last, step)
-        forget_after(folder, int(self.state.step))
 
     def _restore(self, manager: ocp.CheckpointManager, step: int) -> TrainState:
         shape = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
@@ -230,8 +230,12 @@ class Trainer:
           until: a multiple of ``eval_every``, or the last step.
           say: is told each logged row.
           tick: is called after each step.
+
+        Raises:
+          ValueError: the loss is no number any more; the checkpoints before are kept.
         """
         until = self.optim.steps if until is None else min(until, self.optim.steps)
+        forget_after(self.folder, int(self.state.step))
         if self._goes_on and self._last.latest_step() is None:
             # Training may make a good head worse: then it is the best one.
             forget_after(self.folder, -1)
@@ -256,6 +260,10 @@ class Trainer:
             if (step + 1) % self.optim.eval_every == 0 or step + 1 == self.optim.steps:
                 jax.block_until_ready(said)  # steps are dispatched long before they are done
                 row = summary(step + 1, said, time.perf_counter() - start)
+                if not math.isfinite(row["loss"]):
+                    raise ValueError(
+                        f"the loss is {row['loss']} at step {step + 1}: try a lower optim.learning_rate"
+                    )
                 row |= self.evaluate()
                 add_row(self.folder, row)
                 say(row)
@@ -296,6 +304,10 @@ class Trainer:
     def best_head(self) -> dict[str, Any]:
         """The weights of ``best_step``."""
         return self._restore(self._best, self.best_step).head
+
+    def best_length(self) -> float:
+        """Their held-out acceptance length."""
+        return float(self._restore(self._best, self.best_step).best)
 
 
 def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """The options of ``python -m jspec.train``: one config for all stages, from YAML and the command line."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 import jsonargparse
 
 from jspec.device import Accel, Dtype
+from jspec.method import MAX_BUDGET
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Parser, one_line
 from jspec.train.data import BatchConfig
@@ -92,6 +94,18 @@ class TrainOptions:
         for name in ("target", "library", "run"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
+        for name in ("library", "run"):  # a shell expands "~" only where it stands alone
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        if self.loss.kind != "ce" and self.keep_taps and not self.teacher:
+            raise ValueError(
+                f"teacher must be true for a {self.loss.kind} loss, or keep_taps false"
+            )
+        for name, size in {
+            "head.block_size": self.head.block_size,
+            "optim.eval_budget": self.optim.eval_budget,
+        }.items():
+            if size > MAX_BUDGET:
+                raise ValueError(f"{name} must be at most {MAX_BUDGET}, got {size}")
         if self.max_texts is not None and self.max_texts < 1:
             raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
 

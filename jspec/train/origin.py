@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jspec.checkpoint import head_fingerprint, locate_head, read_head
+from jspec.device import DTYPES
 from jspec.heads.config import HeadConfig, check_pair
 from jspec.heads.parallel import trained
 from jspec.models.config import read_json
@@ -83,8 +84,10 @@ def run_record(
 ) -> dict[str, Any]:
     """All that a run's result depends on, as JSON has it; not what its folders are called."""
     record = dataclasses.asdict(options)
-    for where in ("library", "also", "run", "accel", "text"):
+    for where in ("library", "also", "run", "accel", "text", "target"):
         del record[where]
+    dtype = target.params["embed"].dtype
+    record["dtype"] = next((name for name, kind in DTYPES.items() if kind == dtype), dtype.name)
     digest = hashlib.sha256()
     for text in texts:
         digest.update(np.asarray([len(text.tokens), text.start], np.int32).tobytes())

@@ -2,13 +2,14 @@
 
 import contextlib
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
-from jspec.checkpoint import export_head
+from jspec.checkpoint import check_place, export_head
 from jspec.heads.config import HeadConfig, config_for, spread_taps
 from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ddtree, dflash
@@ -19,6 +20,7 @@ from jspec.train.card import model_card
 from jspec.train.corpus import store_answers
 from jspec.train.curves import draw_curves
 from jspec.train.data import draft_vocabulary, read_libraries, split
+from jspec.train.lock import only_one
 from jspec.train.log import read_log
 from jspec.train.loop import Trainer
 from jspec.train.options import TrainOptions
@@ -59,12 +61,18 @@ def write_library(options: TrainOptions, target: Target) -> None:
     config = options.text
     given = [] if config.prompts is None else read_prompts(config.prompts)
     bars: dict[str, tqdm] = {}
+    before: Counter[str] = Counter()
     new = 0
 
-    def progress(what: str, total: int, tokens: int) -> None:
+    def progress(what: str, total: int, tokens: int | None) -> None:
         nonlocal new
+        if tokens is None:
+            before[what] += 1
+            return
         if what not in bars:
-            bar = tqdm(desc=what, total=total, unit=" texts", dynamic_ncols=True)
+            bar = tqdm(
+                desc=what, total=total, initial=before[what], unit=" texts", dynamic_ncols=True
+            )
             bars[what] = open_bars.enter_context(bar)
             new = 0
         new += tokens
@@ -73,7 +81,7 @@ def write_library(options: TrainOptions, target: Target) -> None:
         bars[what].update()
 
     make = store_answers if config.answers == "given" else write_text
-    with contextlib.ExitStack() as open_bars:
+    with only_one(Path(options.library)), contextlib.ExitStack() as open_bars:
         make(target, config, Path(options.library), library_taps(options, target), given, progress)
 
 
@@ -82,6 +90,7 @@ def _check_places(options: TrainOptions) -> None:
         path = Path(getattr(options, name))
         if path.exists() and not path.is_dir():
             raise ValueError(f"{name} must be a folder, {path} is a file")
+    check_place(Path(options.run))
 
 
 def head_config(options: TrainOptions, target: Target) -> HeadConfig:
@@ -128,6 +137,10 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
     record = run_record(options, target, texts, origin)
     check_record(folder, record)
+    longest = options.batch.lengths[-1]
+    texts = [text for text in texts if text.start < longest]  # others are cut before their answer
+    if not texts:
+        raise ValueError(f"batch.lengths ends at {longest}: every prompt is as long, or longer")
     texts, held_out = split(texts, options.optim.held_out)
     texts = texts[: options.max_texts]
     if origin is not None:
@@ -189,7 +202,8 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
             speed = f"{row['slots_per_second']:.0f} slots/s"
             bar.write(f"step {row['step']}: loss {row['loss']:.3f}, {held_out}, {speed}")
 
-        run.run(say=say, tick=bar.update)
+        with only_one(Path(options.run)):
+            run.run(say=say, tick=bar.update)
     draw_curves(Path(options.run))
     return run
 
@@ -200,6 +214,8 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
     Raises:
       ValueError: as ``open_run``, or no checkpoint yet.
     """
+    if not (Path(options.run) / "best").is_dir():
+        raise ValueError(f"{options.run} has no checkpoint yet")
     origin, options, _ = _start(options, target)
     run = open_run(options, target)
     folder = Path(options.run) / "head"
@@ -218,7 +234,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         origin and origin.card,
     )
     export_head(folder, run.config, head, dtype, card)
-    print(f"{folder}: held-out acceptance length {float(run.state.best):.3f}")
+    print(f"{folder}: held-out acceptance length {run.best_length():.3f}")
     if run.best_step == 0:
         print(f"No step was better than the head it goes on from: {folder} is that head.")
     return folder

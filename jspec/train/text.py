@@ -31,8 +31,8 @@ PERIOD, REPEATED = (
     24,
     28,
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
-Progress = Callable[[str, int, int], None]
-"""``progress(what, total, tokens)``: one more of ``total`` texts is finished, with so many new tokens."""
+Progress = Callable[[str, int, int | None], None]
+"""``progress(what, total, tokens)``: one more of ``total`` texts, with its new tokens; None: it was there."""
 MARK = "\ufdd0"  # stands for somebody's words while a chat template is taken apart: no text has this character
 
 
@@ -321,6 +321,9 @@ def gather_prompts(
             last = min(first + config.shard, config.turns)
             texts = write_turns(target, config, first, last, progress)
             put(path, lambda f, texts=texts: f.write(json.dumps(texts).encode()))
+        else:
+            for _ in range(first, min(first + config.shard, config.turns)):
+                progress("user turns", config.turns, None)
         try:
             turns += json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -334,7 +337,7 @@ def in_order(
     target: Target, config: TextConfig, prompts: Sequence[Prompt]
 ) -> list[tuple[Prompt, list[int]]]:
     """The prompts that are short enough, and their ids, in a seeded order; at most ``config.count``."""
-    encoded = ((prompt, encode_prompt(target, prompt)) for prompt in prompts)
+    encoded = ((prompt, encode_prompt(target, prompt, any_length=True)) for prompt in prompts)
     short = [one for one in encoded if len(one[1]) <= config.max_prompt_tokens]
     if not short:
         raise ValueError(
@@ -369,6 +372,8 @@ def write_text(
     method = keeper(taps) if taps else ar()
     for shard, first in enumerate(range(0, len(prompts), config.shard)):
         if library.has(shard):
+            for _ in prompts[first : first + config.shard]:
+                progress("answers", len(prompts), None)
             continue
         texts = []
         for one in write(

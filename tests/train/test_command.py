@@ -20,6 +20,7 @@ from tiny_target import EOS, write_target
 import jspec
 from jspec import run
 from jspec.train import __main__ as command
+from jspec.train.lock import only_one
 from jspec.train.log import read_log
 from jspec.train.loop import Trainer
 from jspec.train.options import TrainOptions, parse
@@ -229,6 +230,59 @@ def test_what_is_refused_can_be_corrected(made, target, tmp_path, capsys):
     assert command.main(arguments(tmp_path, target, "head")) == 0
 
 
+def test_a_kl_loss_without_its_teacher_is_refused_before_text_is_written(target, tmp_path, capsys):
+    argv = arguments(tmp_path, target, "--loss.kind", "fkl", "--teacher", "false")
+    assert_refused(capsys, argv, "teacher must be true for a fkl loss")
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+def test_prompts_that_no_context_holds_are_left_out(target, tmp_path):
+    rows = [{"prompt": "A" * 9999}, {"prompt": "HELLO"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = ["--text.turns", "0", "--text.prompts", str(tmp_path / "p.jsonl"), "text"]
+    assert command.main(arguments(tmp_path, target, "--text.max_prompt_tokens", "40", *argv)) == 0
+    with np.load(tmp_path / "library" / "text" / "00000.npz") as shard:
+        assert len(shard["starts"]) == 1
+
+
+def test_prompts_as_long_as_a_batch_are_not_trained_on(copy, target, capsys):
+    argv = arguments(copy, target, "--run", str(copy / "new"), "--batch.lengths", "[3]", "head")
+    assert_refused(capsys, argv, "batch.lengths ends at 3: every prompt is as long, or longer")
+
+
+def test_a_loss_that_is_no_number_ends_a_run(copy, target, capsys):
+    argv = ["--run", str(copy / "new"), "--optim.learning_rate", "1e30", "head"]
+    assert command.main(arguments(copy, target, *argv)) == 2
+    assert "try a lower optim.learning_rate" in capsys.readouterr().err
+    assert "NaN" not in (copy / "new" / "log.jsonl").read_text()
+
+
+def test_an_export_writes_no_more_than_a_head(copy, target, capsys):
+    with (copy / "run" / "log.jsonl").open("a") as log:  # what a run under way is about to keep
+        log.write('{"step": 999, "tree": 1.0, "chain": 1.0}\n')
+    log = (copy / "run" / "log.jsonl").read_text()
+    assert command.main(arguments(copy, target, "export")) == 0
+    assert (copy / "run" / "log.jsonl").read_text() == log
+    capsys.readouterr()
+    argv = arguments(copy, target, "--run", str(copy / "typo"), "export")
+    assert_refused(capsys, argv, "typo has no checkpoint yet")
+    assert not (copy / "typo").exists()
+
+
+def test_a_run_in_use_is_refused(copy, target, capsys):
+    with only_one(copy / "run"):
+        assert command.main(arguments(copy, target, "head")) == 2
+    assert "run is being written by another process" in capsys.readouterr().err
+    with only_one(copy / "library"):
+        assert_refused(capsys, arguments(copy, target, "text"), "library is being written by")
+
+
+def test_a_path_that_orbax_takes_for_a_pattern(made, target, tmp_path, capsys):
+    argv = arguments(tmp_path, target, "--run", str(tmp_path / "run[1]"))
+    assert_refused(capsys, argv, "has a '[' in its path")
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
 def test_a_worse_head_is_not_exported(made, target, tmp_path, monkeypatch, capsys):
     def worse(self):
         none = {"chain": 1.0, "tree_by_depth": [0.0], "chain_by_depth": [0.0]}
@@ -289,6 +343,7 @@ OPTIONS = {
     "a run without a name": ({"run": ""}, "run must not be empty"),
     "a list": ([1], "config"),
     "a stage": ({"stages": ["text"]}, "'stages' is not accepted"),
+    "a stage by its name": ({"STAGE": ["text"]}, "STAGE belongs on the command line"),
 }
 
 
