@@ -1,6 +1,7 @@
 """How much of the drafted trees to verify: SMART's two readings (arXiv 2604.09731), over a whole batch.
 
-The rows of a verify forward are packed, so a node costs the same whichever row it serves: one threshold serves them all.
+The rows of a verify forward are packed, so a node costs the same whichever row it serves: one threshold
+serves them all.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,9 @@
 """When to leave off drafting for a while, and when to try again.
 
 The ledger counts in autoregressive rounds of the batch: a round that emits t tokens a row and takes as long as c plain
-rounds gains t - c. When the losses since the last gains reach a limit, drafting rests; it is tried again after 2 rounds,
-then after 4, 8 and at most 16. A try verifies at least one bucket more than the roots need, or nothing would be learned.
+rounds gains t - c. When the losses since the last gains reach a limit, drafting rests; it is tried again after 2
+rounds, then after 4, 8 and at most 16. A try verifies at least one bucket more than the roots need, or nothing would be
+learned.
 """
 
 from typing import NamedTuple

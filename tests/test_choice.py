@@ -42,9 +42,9 @@ def closed_subsets(rows):
 @pytest.mark.parametrize("buckets", [(1, 2, 4, 8, 16), (3, 5, 16), (16,)])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_tree_yields_more(seed, buckets):
-    tree, rows, chances = forest(seed, [5, 4, 0], 5)
+    _, rows, chances = forest(seed, [5, 4, 0], 5)
     active = jnp.asarray([True, True, False])
-    buckets = tuple(b for b in buckets if b < 15) + (15,)
+    buckets = (*(b for b in buckets if b < 15), 15)
     rng = np.random.default_rng(100 + seed)
     seconds = np.cumsum(rng.random(len(buckets))).astype(np.float32)
 

@@ -11,11 +11,8 @@ from jaxtyping import Float
 from jspec.cost.table import Numbers
 
 _RHO = (0.02, 2.0)
-_DELTA = (1e-4, 20.0)  # of delta * last ** rho: what stands in the exponent at the last row count
-_GRID, _TURNS = (
-    41,
-    16,
-)  # the optimum lies in a narrow valley: each turn looks at a third of the last
+_BEND = (1e-4, 20.0)  # delta * last ** rho: what stands in the exponent at the last row count
+_GRID, _TURNS = 31, 10
 
 
 class Fit(NamedTuple):
@@ -36,7 +33,8 @@ class Fit(NamedTuple):
 def fit_cost(rows: Numbers, verify: Numbers, draft: float | int) -> Fit:
     """Least squares, on seconds.
 
-    Gamma is linear, so that a grid over the other two, made finer around its best point, finds the optimum.
+    For every rho there is a best delta, found on a grid that gets finer around its best point, and for both a best
+    gamma, by division; the best rho is found as delta is.
 
     Args:
       rows: measured row counts.
@@ -44,27 +42,44 @@ def fit_cost(rows: Numbers, verify: Numbers, draft: float | int) -> Fit:
       draft: seconds of a whole draft, however many nodes of it are verified.
     """
     rows, verify = np.asarray(rows, float), np.asarray(verify, float)
-    last = rows[-1]
 
-    def best_gamma(delta, rho):
-        shape = np.expm1(delta[..., None] * rows ** rho[..., None])
-        return (shape * verify).sum(-1) / np.maximum((shape * shape).sum(-1), 1e-300), shape
+    def best_bend(rho):  # [R] -> errors, bends, gammas
+        power = (rows / rows[-1]) ** rho[:, None, None]
 
-    low = np.log([_DELTA[0], _RHO[0]])
-    high = np.log([_DELTA[1], _RHO[1]])
-    limits = low.copy(), high.copy()
-    for _ in range(_TURNS):
-        inside, rho = np.exp(
-            np.meshgrid(*(np.linspace(a, b, _GRID) for a, b in zip(low, high)), indexing="ij")
-        )
-        gamma, shape = best_gamma(inside / last**rho, rho)
-        error = ((gamma[..., None] * shape - verify) ** 2).sum(-1)
-        at = np.unravel_index(np.argmin(error), error.shape)
-        centre = np.log([inside[at], rho[at]])
-        step = (high - low) / 6
-        low, high = np.maximum(centre - step, limits[0]), np.minimum(centre + step, limits[1])
-    delta = inside[at] / last ** rho[at]
+        def look(bend):
+            shape = np.expm1(np.exp(bend)[..., None] * power)
+            gamma = (shape * verify).sum(-1) / (shape * shape).sum(-1)
+            return ((gamma[..., None] * shape - verify) ** 2).sum(-1), bend, gamma
+
+        return _descend(look, np.full(rho.shape, np.log(_BEND[0])), np.log(_BEND[1]))
+
+    def outer(rho):
+        error, bend, gamma = best_bend(np.exp(rho).reshape(-1))
+        return tuple(x.reshape(rho.shape) for x in (error, rho, bend, gamma))
+
+    found = _descend(outer, np.log([_RHO[0]]), np.log(_RHO[1]))
+    rho, bend, gamma = np.exp(found[1][0]), np.exp(found[2][0]), found[3][0]
+    delta = bend / rows[-1] ** rho
     weight = draft * rows.sum() / (rows * rows).sum()
-    found = Fit(float(weight), float(gamma[at]), float(delta), float(rho[at]), 0.0, 0.0)
-    errors = np.abs(found.verify(rows) / verify - 1)
-    return found._replace(median_error=float(np.median(errors)), worst_error=float(errors.max()))
+    fit = Fit(float(weight), float(gamma), float(delta), float(rho), 0.0, 0.0)
+    errors = np.abs(fit.verify(rows) / verify - 1)
+    return fit._replace(median_error=float(np.median(errors)), worst_error=float(errors.max()))
+
+
+def _descend(look, low, high):
+    """The least error over a number for each of R problems, on grids that get finer.
+
+    Args:
+      look: from numbers [R, G] to errors and what comes with them, each [R, G].
+      low: [R], where the search begins.
+      high: where it ends.
+    """
+    low, high = low, np.full(low.shape, high)
+    problem = np.arange(low.size)
+    for _ in range(_TURNS):
+        points = np.linspace(low, high, _GRID, axis=-1)
+        found = look(points)
+        at = np.argmin(found[0], axis=-1)
+        low = points[problem, np.maximum(at - 1, 0)]
+        high = points[problem, np.minimum(at + 1, _GRID - 1)]
+    return tuple(x[problem, at] for x in found)

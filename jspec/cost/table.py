@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-
 Numbers = Sequence[float | int] | np.ndarray
 
 

@@ -5,7 +5,6 @@ probabilities are worth is learned from what the verifier says. Nothing that is 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +38,9 @@ class SmartRows(NamedTuple):
 
     inner: Any  # the method's own rows
     queue: Queue  # known tokens that it was not shown yet
-    active: Bool[Array, " B"]  # False after a round in which the row had no root
+    active: Bool[
+        Array, " B"
+    ]  # it has a root, as far as is known: it read a prompt, or took part in the last round
     open: Bool[Array, " B"]  # a round of the row is under way
 
 
@@ -63,7 +64,7 @@ def smart(
     method: Method,
     *,
     rule: str = "exact",
-    alpha: float = 0.8,
+    alpha: float | int = 0.8,
     benefit: str | None = None,
     rest: bool = True,
     buckets: tuple[int, ...] = BUCKETS,
@@ -92,11 +93,9 @@ def smart(
     Raises:
       ValueError: an argument out of range; in ``init``, no cost model, or a memory of another kind.
     """
-    if not isinstance(method, Method):
-        raise ValueError(f"method must be a Method, got {method!r}")
     if rule not in RULES:
         raise ValueError(f"rule must be 'exact' or 'marginal', got {rule!r}")
-    if not (isinstance(alpha, int | float) and math.isfinite(alpha) and 0 < alpha <= 1):
+    if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha!r}")
     benefit = RULES[rule] if benefit is None else benefit
     if benefit not in BENEFITS:
@@ -138,7 +137,7 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
         rows = SmartRows(
             inner=inner.rows,
             queue=empty_queue(batch, room if waits else 0, len(needs.taps), hidden),
-            active=jnp.ones((batch,), bool),
+            active=jnp.zeros((batch,), bool),
             open=jnp.zeros((batch,), bool),
         )
         # A state is donated, so it must not share a buffer with memory.
@@ -153,7 +152,8 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
             inner, queue = defer(resting, method, params, inner, queue, shown)
         else:
             inner = method.absorb(params, inner, tokens, taps, counts)
-        return put(state, inner, state.rows._replace(queue=queue))
+        active = state.rows.active | (counts > 0)
+        return put(state, inner, state.rows._replace(queue=queue, active=active))
 
     def draft(params, state, roots, outer):
         """The method's trees cut to what pays, with the passes they took, their price and their promise."""

@@ -299,9 +299,9 @@ def test_nothing_compiles_anew_when_the_cost_changes(tiny, answer):
     chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(decode_round, 1), static_argnums=0)
     state = new_state(plan, params, 1, CAPACITY, jax.random.key(0))
-    state = admit(plan, params, state, 0, PROMPT, 0, 300)
+    state = admit(plan, params, state, 0, PROMPT, 0, 450)
     sizes = []
-    for times in (FREE, TIMES, 100 * FREE, 0.03 * np.asarray(ROWS)):
+    for times in (FREE, TIMES, 100 * FREE, 0.03 * np.asarray(ROWS) ** 1.5):
         for _ in range(12):
             state, verdict = step(plan, params | {"cost": cost_of(times)}, state)
             sizes.append(int(verdict.tree.size[0]))
@@ -357,7 +357,7 @@ def test_the_marginal_rule_decodes_too(tiny, answer):
 def test_what_it_refuses(tiny):
     config, params = tiny
     method = echo(8, 7)
-    for wrong in (0, -0.1, 1.5, float("nan"), "0.8"):
+    for wrong in (0, -0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
             smart(method, alpha=wrong)
     with pytest.raises(ValueError, match="rule must be"):
@@ -366,8 +366,6 @@ def test_what_it_refuses(tiny):
         smart(method, rule="marginal", benefit="mean")
     with pytest.raises(ValueError, match="benefit must be 'sum'"):
         smart(method, benefit="paths_mean")
-    with pytest.raises(ValueError, match="method must be a Method"):
-        smart("jetspec")
     with pytest.raises(ValueError, match="buckets must ascend"):
         smart(method, buckets=(4, 2))
     with pytest.raises(ValueError, match="queue must be"):
