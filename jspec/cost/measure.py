@@ -28,7 +28,7 @@ from jspec.state import DecodeState, Plan, new_state
 from jspec.verification import verify
 
 ROUNDS = 4  # of a timed call: what starting a program costs counts as little as in decoding
-LEAST = 3  # timed calls of each point
+LEAST, MOST = 3, 12  # timed calls of each point
 CONTEXT = 33  # tokens known at the start
 
 
@@ -117,7 +117,8 @@ def measure_cost(
 
 def _begin(plan, params, batch, capacity, stops) -> DecodeState:
     """Slots with some text each, whose rows end at no token."""
-    context = min(CONTEXT, min(capacity, plan.config.max_positions) - plan.path * (ROUNDS + 1))
+    # Only roots are verified, so that a round adds one token.
+    context = min(CONTEXT, min(capacity, plan.config.max_positions) - ROUNDS - 2)
     if context < 1:
         raise ValueError(f"a cache of {capacity} rows is too small to measure rounds in")
     never = np.zeros((1, plan.config.vocab_size) if stops is None else stops.shape, np.int32)
@@ -136,7 +137,7 @@ def _time(points: dict[str | int, tuple[Callable, Callable]], seconds) -> dict:
     bar = tqdm(total=len(points) * (LEAST + 1), desc="measuring costs", leave=False, disable=None)
     with bar:
         start, turn = time.perf_counter(), 0
-        while turn <= LEAST or time.perf_counter() - start < seconds:
+        while turn <= LEAST or (turn <= MOST and time.perf_counter() - start < seconds):
             for name, (call, make) in points.items():
                 state = jax.block_until_ready(make())
                 begun = time.perf_counter()

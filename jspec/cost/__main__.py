@@ -1,0 +1,67 @@
+"""``python -m jspec.cost``: measures what a round costs on this machine, prints, draws and keeps it."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jspec.cost.draw import draw_profiles, print_profile
+from jspec.cost.options import CostOptions, parse
+from jspec.cost.profile import Profile, profile_path
+from jspec.cost.store import ready_profile
+from jspec.device import keep_compilations, pick_accelerator, weights_dtype
+from jspec.models.load import load_target
+from jspec.report import check_writable
+from jspec.run import Job, choose, cost_setting, make_plan
+from jspec.sampling import Sampling
+from jspec.text import target_stops
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status: 0, 2 for a user's error or a full disk or memory, 130 for Ctrl-C."""
+    try:
+        options = parse(argv)
+        if options.figure is not None:
+            check_writable(Path(options.figure))
+        profiles = measure_all(options, Console(width=None if sys.stdout.isatty() else 120))
+        if options.figure is not None:
+            draw_profiles(profiles, Path(options.figure))
+    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def measure_all(options: CostOptions, console: Console) -> list[Profile]:
+    """Measures every cell that is asked for, prints its table, and keeps it.
+
+    Raises:
+      ValueError: a target, a head or a method that does not fit.
+    """
+    pick_accelerator(options.accel)
+    keep_compilations()
+    target = load_target(options.target, weights_dtype(options.dtype))
+    chosen = choose(options.run_options(), target)
+    head, plan = make_plan(chosen, target, Sampling(options.temperature))
+    profiles = []
+    for batch, capacity in options.cells:
+        given = options.run_options(method=chosen.method, head=chosen.head, batch=batch)
+        job = Job(given, target, head, plan, [], [], target_stops(target))
+        setting = cost_setting(job, min(capacity, target.config.max_positions))
+        profile = ready_profile(
+            plan, job.params, setting, stops=job.stops, anew=True, seconds=options.seconds
+        )
+        print_profile(profile, console)
+        kept = profile_path(setting)
+        if kept.exists():
+            console.print(f"kept as {kept}\n", soft_wrap=True, markup=False, highlight=False)
+        profiles.append(profile)
+    return profiles
+
+
+if __name__ == "__main__":
+    sys.exit(main())
