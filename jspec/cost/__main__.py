@@ -8,9 +8,11 @@ import jax
 from rich.console import Console
 
 from jspec.cost.draw import draw_profiles, print_profile
+from jspec.cost.estimate import estimate_profile
 from jspec.cost.options import CostOptions, parse
 from jspec.cost.profile import Profile, profile_path
 from jspec.cost.store import ready_profile
+from jspec.cost.table import make_cost
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
 from jspec.models.load import load_target
 from jspec.report import check_writable
@@ -37,14 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_all(options: CostOptions, console: Console) -> list[Profile]:
-    """Measures every cell that is asked for, prints its table, and keeps it.
+    """Measures every cell that is asked for, prints its table, and keeps it; or estimates them, and keeps none.
 
     Raises:
       ValueError: a target, a head or a method that does not fit.
     """
     pick_accelerator(options.accel)
     keep_compilations()
-    target = load_target(options.target, weights_dtype(options.dtype))
+    dtype = "bf16" if options.estimate and options.dtype == "auto" else options.dtype
+    target = load_target(options.target, weights_dtype(dtype))
     chosen = choose(options.run_options(), target)
     head, plan = make_plan(chosen, target, Sampling(options.temperature))
     profiles = []
@@ -52,14 +55,16 @@ def measure_all(options: CostOptions, console: Console) -> list[Profile]:
         given = options.run_options(method=chosen.method, head=chosen.head, batch=batch)
         job = Job(given, target, head, plan, [], [], target_stops(target))
         setting = cost_setting(job, min(capacity, target.config.max_positions))
-        profile = ready_profile(
-            plan, job.params, setting, stops=job.stops, anew=True, seconds=options.seconds
-        )
-        print_profile(profile, console)
+        if options.estimate:
+            params = {**job.params, "cost": make_cost([1], [1.0])}
+            profiles.append(estimate_profile(plan, params, setting, options.estimate))
+        else:
+            with_stops = {"stops": job.stops, "seconds": options.seconds}
+            profiles.append(ready_profile(plan, job.params, setting, anew=True, **with_stops))
+        print_profile(profiles[-1], console)
         kept = profile_path(setting)
-        if kept.exists():
+        if not options.estimate and kept.exists():
             console.print(f"kept as {kept}\n", soft_wrap=True, markup=False, highlight=False)
-        profiles.append(profile)
     return profiles
 
 

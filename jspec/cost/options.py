@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+from jspec.cost.estimate import CHIPS
 from jspec.device import Accel, Dtype
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Options, parse_into
@@ -41,6 +42,9 @@ class CostOptions:
         bool, f"batches {GRID_BATCHES} by capacities {GRID_CAPACITIES}, whatever else is given"
     ] = False
     seconds: Annotated[float, "of measuring, about, compilation left out"] = 20.0
+    estimate: Annotated[
+        str | None, f"instead, an estimate for a TPU that is not there: {', '.join(CHIPS)}"
+    ] = None
     figure: Annotated[str | None, "draw them there: an .svg or .png file"] = None
 
     def __post_init__(self):
@@ -49,6 +53,8 @@ class CostOptions:
             raise ValueError(f"--capacity must be 32 or above, got {self.capacity}")
         if not 0 <= self.seconds <= 3600:
             raise ValueError(f"--seconds must be in 0..3600, got {self.seconds:g}")
+        if self.estimate is not None and self.estimate not in CHIPS:
+            raise ValueError(f"--estimate must be one of {', '.join(CHIPS)}, got {self.estimate}")
         if self.figure is not None and Path(self.figure).suffix not in FIGURES:
             raise ValueError(f"--figure must end in {' or '.join(FIGURES)}, got {self.figure}")
 

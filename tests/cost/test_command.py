@@ -79,6 +79,7 @@ WRONG = {
     "--capacity must be 32 or above, got 3": ["--capacity", "3"],
     "--seconds must be in 0..3600": ["--seconds", "-1"],
     "--figure must end in .svg or .png, got a.pdf": ["--figure", "a.pdf"],
+    "--estimate must be one of v4, v5e, v5p, v6e": ["--estimate", "v3"],
     "cannot write no/such/a.svg": ["--figure", "no/such/a.svg"],
     "no method 'best'": ["--method", "best"],
     "has nothing to choose with a budget of 1": ["--method", "ar"],
@@ -160,6 +161,14 @@ def test_an_estimate_says_so_wherever_it_is_shown(measured, tmp_path, capsys):
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
         draw_profiles([one], tmp_path / "a.svg")
     assert "(estimate)" in (tmp_path / "a.svg").read_text()
+
+
+def test_an_estimate_is_shown_and_not_kept(folder, kept, capsys):
+    argv = ["--target", str(folder), "--budget", "2", "--estimate", "v5e", "--capacity", "64"]
+    assert command.main(argv) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "bfloat16, greedy; estimated, not measured on tpu: v5e" in said
+    assert not kept.exists()
 
 
 def test_options_of_a_run():
