@@ -2,7 +2,7 @@
 
 The ledger counts in autoregressive rounds of the batch: a round that emits t tokens a row and takes as long as c plain
 rounds gains t - c. When the losses since the last gains reach a limit, drafting rests; it is tried again after 2
-rounds, then after 4, 8 and at most 16. A try verifies at least one bucket more than the roots need, or nothing would be
+rounds, then after 4, 8 and at most 18. A try verifies at least one bucket more than the roots need, or nothing would be
 learned.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-FIRST, LONGEST = 2, 16  # rounds of rest
+FIRST, LONGEST = 2, 18  # rounds of rest: within 20 it is tried again
 LOSS = 1.0  # plain rounds that may be lost before a rest
 SAVED = 2.0  # gains that are remembered
 PACE = 0.125  # weight of the last round in ``pace``
@@ -46,7 +46,7 @@ def close_round(ledger: Ledger, counts: Int[Array, " B"], active: Bool[Array, " 
     """Books a round.
 
     A try that the model gives no chance must gain, or the rest goes on at once; one that it does give a chance may lose
-    a little first.
+    a little once.
 
     Args:
       ledger: with the price of the round.
@@ -56,7 +56,8 @@ def close_round(ledger: Ledger, counts: Int[Array, " B"], active: Bool[Array, " 
     awake, happened = ledger.rest == 0, active.any()
     mean = jnp.where(active, counts, 0).sum() / jnp.maximum(active.sum(), 1)
     gain = mean - ledger.price
-    before = jnp.where(ledger.promising, jnp.maximum(ledger.credit, -LOSS / 2), ledger.credit)
+    lenient = ledger.promising & ledger.trial
+    before = jnp.where(lenient, jnp.maximum(ledger.credit, -LOSS / 2), ledger.credit)
     credit = jnp.minimum(before + gain, SAVED)
     tired = credit < -LOSS
     drafted = ledger._replace(

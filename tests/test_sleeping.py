@@ -31,7 +31,7 @@ def rests(drafted):
 def test_a_drafter_that_loses_rests_longer_and_longer():
     _, drafted = play(open_ledger(), 120, 1, 1.6)
     assert drafted[:3] == [True, True, False]  # it may lose one plain round
-    assert rests(drafted)[:5] == [2, 4, 8, 16, 16]
+    assert rests(drafted)[:6] == [2, 4, 8, 16, 18, 18]
     assert max(rests(drafted)) == LONGEST
     assert sum(drafted[60:]) <= 4  # single tries
 
@@ -58,6 +58,11 @@ def test_what_the_model_promises_may_lose_a_little():
     assert int(waiting.rest) == 0 and bool(waiting.trial)
     assert int(play(waiting, 1, 1, 1.3)[0].rest) > 0
     assert int(play(waiting, 1, 1, 1.3, promising=True)[0].rest) == 0
+
+
+def test_promises_that_are_not_kept_end_in_a_rest():
+    _, drafted = play(open_ledger(), 200, 1, 1.3, promising=True)
+    assert sum(drafted[100:]) <= 15
 
 
 def test_a_try_goes_on_while_it_gains():

@@ -206,11 +206,12 @@ def read_profile(path: Path) -> Profile:
     try:
         with path.open("rb") as file:
             text = file.read(SIZE + 1)
-        if len(text) > SIZE:
-            raise ProfileError(f"{path} is no cost profile: it is too large")
-        found = json.loads(text)
     except OSError as error:
         raise ProfileError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(text) > SIZE:
+        raise ProfileError(f"{path} is no cost profile: it is too large")
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError):
         raise ProfileError(f"{path} is damaged: it is no JSON") from None
     try:

@@ -23,6 +23,7 @@ from jspec.methods.smart import hold
 from jspec.models.transformer import fuse
 from jspec.prefill import admit
 from jspec.sampling import Sampling
+from jspec.sleeping import LONGEST
 from jspec.state import Plan, new_state
 from tests.drafters import echo, noise
 
@@ -113,7 +114,7 @@ def test_a_drafter_that_knows_nothing_rests_within_twenty_rounds(tiny, answer, c
     sizes = np.array([size[0] for size, _ in trees])
     assert 1 in sizes[:20] and (sizes[20:] > 1).mean() < 0.1
     ledger = state.method.shared.ledger
-    assert int(ledger.interval) == 16
+    assert int(ledger.interval) == LONGEST
 
 
 @functools.cache
