@@ -16,7 +16,7 @@ from jspec.cost.table import make_cost
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
 from jspec.models.load import load_target
 from jspec.report import check_writable
-from jspec.run import Job, choose, cost_setting, make_plan
+from jspec.run import Job, choose, cost_setting, find_method, make_plan
 from jspec.sampling import Sampling
 from jspec.text import target_stops
 
@@ -44,17 +44,21 @@ def measure_all(options: CostOptions, console: Console) -> list[Profile]:
     Raises:
       ValueError: a target, a head or a method that does not fit.
     """
+    if options.method is not None:
+        find_method(options.run_options())
     pick_accelerator(options.accel)
     keep_compilations()
     dtype = "bf16" if options.estimate and options.dtype == "auto" else options.dtype
     target = load_target(options.target, weights_dtype(dtype))
     chosen = choose(options.run_options(), target)
     head, plan = make_plan(chosen, target, Sampling(options.temperature))
+    longest = target.config.max_positions
+    cells = dict.fromkeys((batch, min(capacity, longest)) for batch, capacity in options.cells)
     profiles = []
-    for batch, capacity in options.cells:
+    for batch, capacity in cells:
         given = options.run_options(method=chosen.method, head=chosen.head, batch=batch)
         job = Job(given, target, head, plan, [], [], target_stops(target))
-        setting = cost_setting(job, min(capacity, target.config.max_positions))
+        setting = cost_setting(job, capacity)
         if options.estimate:
             params = {**job.params, "cost": make_cost([1], [1.0])}
             profiles.append(estimate_profile(plan, params, setting, options.estimate))
