@@ -26,7 +26,8 @@ class Ledger(NamedTuple):
     trial: Bool[Array, ""]  # the next draft is a try
     price: Float[Array, ""]  # of the round under way, in plain rounds
     promising: Bool[Array, ""]  # the model expects the round under way to gain
-    pace: Float[Array, ""]  # gain of the last drafted rounds: times as fast as plain decoding
+    pace: Float[Array, ""]  # of the last drafted rounds: times as fast as plain decoding
+    spent: Float[Array, ""]  # what all rounds cost by the model, in plain rounds: for reports
 
 
 def open_ledger() -> Ledger:
@@ -39,6 +40,7 @@ def open_ledger() -> Ledger:
         price=jnp.float32(1),
         promising=jnp.array(False),
         pace=jnp.float32(1),
+        spent=jnp.float32(0),
     )
 
 
@@ -54,11 +56,13 @@ def close_round(ledger: Ledger, counts: Int[Array, " B"], active: Bool[Array, " 
       active: rows that took part; without any, nothing happened.
     """
     awake, happened = ledger.rest == 0, active.any()
+    before = ledger
+    ledger = ledger._replace(spent=ledger.spent + ledger.price)
     mean = jnp.where(active, counts, 0).sum() / jnp.maximum(active.sum(), 1)
     gain = mean - ledger.price
     lenient = ledger.promising & ledger.trial
-    before = jnp.where(lenient, jnp.maximum(ledger.credit, -LOSS / 2), ledger.credit)
-    credit = jnp.minimum(before + gain, SAVED)
+    credit = jnp.where(lenient, jnp.maximum(ledger.credit, -LOSS / 2), ledger.credit)
+    credit = jnp.minimum(credit + gain, SAVED)
     tired = credit < -LOSS
     drafted = ledger._replace(
         rest=jnp.where(tired, ledger.interval, 0),
@@ -75,6 +79,6 @@ def close_round(ledger: Ledger, counts: Int[Array, " B"], active: Bool[Array, " 
     return Ledger(
         *(
             jnp.where(happened, jnp.where(awake, new, old), was).astype(was.dtype)
-            for new, old, was in zip(drafted, rested, ledger)
+            for new, old, was in zip(drafted, rested, before)
         )
     )

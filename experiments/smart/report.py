@@ -57,9 +57,12 @@ def write_report(cells: Cells, folder: Path) -> None:
         extremes(found["extremes"]),
         "## The published rule and the exact one",
         "",
-        "Geometric mean over benches of the speed against `ar`; one group of prompts a bench.",
+        "By replay and the cost table, batch 1: tokens over the plain rounds that all rounds cost by the model.",
         "",
         rules(found["rules"]),
+        "By decoding: geometric means over benches of the speed against `ar`.",
+        "",
+        real_rules(found["rules_for_real"]),
     ]
     if found["speed"]:
         draw(found["speed"], folder / "speed.svg")
@@ -205,16 +208,27 @@ def extremes(rows):
 def rules(rows):
     if not rows:
         return NOT_RUN
-    found = defaultdict(list)
+    benches = sorted({r["bench"] for r in rows})
+    found = {}
     for r in rows:
-        for top, bottom in ratios([r], "smart"):
-            found[r["rule"], r["benefit"], r["alpha"], r["batch"]].append(top / bottom)
-    batches = sorted({key[3] for key in found})
+        speed = sum(r["emitted"]) / sum(r["spent"])
+        found.setdefault((r["rule"], r["benefit"], r["alpha"]), {})[r["bench"]] = speed
     table = [
-        [*key, *(geometric(found[(*key, b)]) if (*key, b) in found else "-" for b in batches)]
-        for key in sorted({key[:3] for key in found})
+        [*key, *(mine.get(b, "-") for b in benches), geometric(list(mine.values()))]
+        for key, mine in sorted(found.items())
     ]
-    return markdown_table(["rule", "benefit", "alpha", *(f"batch {b}" for b in batches)], table)
+    return markdown_table(["rule", "benefit", "alpha", *benches, "mean"], table)
+
+
+def real_rules(rows):
+    if not rows:
+        return NOT_RUN
+    lanes, table = lanes_of(rows), []
+    for batch in sorted({r["batch"] for r in rows}):
+        mine = [r for r in rows if r["batch"] == batch]
+        means = [geometric([a / b for a, b in ratios(mine, lane)]) for lane in lanes]
+        table.append([batch, *means])
+    return markdown_table(["batch", *lanes], table)
 
 
 def draw(rows, path):

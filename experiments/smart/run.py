@@ -2,7 +2,7 @@
 
     python -m experiments.smart.run predict       # quiet machine, about 20 minutes
     python -m experiments.smart.run speed         # quiet machine, hours: one group of prompts is one cell
-    python -m experiments.smart.run controller extremes rules
+    python -m experiments.smart.run controller extremes rules rules_for_real
     python -m experiments.smart.run report        # tables and figure from results.jsonl
 
 Greedy, fp32 on a CPU and bf16 elsewhere. Cells that are in ``results.jsonl`` are not made again.
@@ -32,6 +32,7 @@ from jspec.driver import decode_all
 from jspec.methods import ar, ddtree, jetspec, prompt_lookup, smart, token_recycling
 from jspec.models.load import load_target
 from jspec.prefill import admit
+from jspec.recording import record, replay_states
 from jspec.state import Plan, new_state
 
 HERE = Path(__file__).parent
@@ -229,21 +230,46 @@ def extremes(bench, cells):
 
 
 def rules(bench, cells):
-    """The published rule against the exact one, alpha and benefit varied, by decoding."""
-    name = "ddtree" if bench.head is not None else "token_recycling"
+    """The published rule against the exact one, alpha and benefit varied: by replay and the cost table."""
+    name = "ddtree" if bench.head is not None else "prompt_lookup"
+    method = bench.methods()[name](BUDGETS[-1])
+    params = bench.with_cost(bench.plan(smart(method)), 1, CAPACITY)
+    recordings = {}
+    for rule, benefit, alpha in RULES:
+        plan = bench.plan(smart(method, rule=rule, benefit=benefit, alpha=alpha))
+        for bench_name in BENCHES:
+            keys = {"rule": rule, "benefit": benefit, "alpha": alpha, "bench": bench_name}
+            if cells.has(part="rules", method=name, **keys):
+                continue
+            if bench_name not in recordings:
+                ids = bench.prompts(bench_name, 8)
+                recordings[bench_name] = record(plan, params, ids, max_new_tokens=NEW, batch=8)
+            emitted, spent, memory = [], [], None
+            for one in recordings[bench_name]:
+                options = {"max_new_tokens": NEW, "capacity": CAPACITY, "memory": memory}
+                before = 0.0 if memory is None else float(memory.ledger.spent)
+                [state] = replay_states(plan, params, [one], **options)
+                memory = plan.method.memory(state.method)
+                emitted.append(int(state.rows.emitted[0]))
+                spent.append(float(memory.ledger.spent) - before)
+            cells.add(part="rules", method=name, **keys, emitted=emitted, spent=spent)
+
+
+def rules_for_real(bench, cells):
+    """A few of the rules by decoding, in turns with ``ar``."""
+    name = "ddtree" if bench.head is not None else "prompt_lookup"
     method = bench.methods()[name](BUDGETS[-1])
     for batch in (1, 8):
         params = bench.with_cost(bench.plan(smart(method)), batch, CAPACITY)
-        for rule, benefit, alpha in RULES:
-            plan = bench.plan(smart(method, rule=rule, benefit=benefit, alpha=alpha))
-            for bench_name in BENCHES:
-                keys = {"rule": rule, "benefit": benefit, "alpha": alpha, "batch": batch}
-                keys |= {"bench": bench_name, "method": name}
-                if cells.has(part="rules", **keys):
-                    continue
-                ids = bench.prompts(bench_name, batch)
-                row = turn({"ar": bench.plan(ar()), "smart": plan}, params, ids, batch, {})
-                cells.add(part="rules", **keys, **row)
+        lanes = {"ar": bench.plan(ar())}
+        lanes |= {rule: bench.plan(smart(method, rule=rule)) for rule in ("exact", "marginal")}
+        memory = {}
+        for bench_name in BENCHES:
+            keys = {"batch": batch, "bench": bench_name, "method": name}
+            if cells.has(part="rules_for_real", **keys):
+                continue
+            ids = bench.prompts(bench_name, batch)
+            cells.add(part="rules_for_real", **keys, **turn(lanes, params, ids, batch, memory))
 
 
 PARTS = {
@@ -252,6 +278,7 @@ PARTS = {
     "controller": controller,
     "extremes": extremes,
     "rules": rules,
+    "rules_for_real": rules_for_real,
 }
 
 

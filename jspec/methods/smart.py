@@ -238,8 +238,17 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
     def memory(state):
         return SmartMemory(method.memory(own(state)), state.shared.calibration, state.shared.ledger)
 
-    name = f"smart({method.name})"
-    return Method(name, method.budget, propose, needs, init, absorb, observe, memory)
+    return Method(
+        f"smart({method.name})",
+        method.budget,
+        propose,
+        needs,
+        init,
+        absorb,
+        observe,
+        memory,
+        path_only=method.observe is unchanged or method.path_only,
+    )
 
 
 def hold(state: MethodState, resting: bool) -> MethodState:

@@ -41,9 +41,12 @@ def rows():
             "rule": "marginal",
             "benefit": "sum",
             "alpha": alpha,
-            "batch": 1,
-            "seconds": {"ar": 1.0, "smart": alpha},
+            "bench": "math",
+            "emitted": [20, 10],
+            "spent": [10 * alpha, 5 * alpha],
         }
+    seconds = {"ar": 1.0, "exact": 0.5, "marginal": 0.8}
+    yield {"part": "rules_for_real", "batch": 8, "bench": "math", "seconds": seconds}
 
 
 def report(tmp_path, cells):
@@ -66,7 +69,8 @@ def test_a_report_says_what_the_cells_say(tmp_path):
         "| 8 | +60.0 % |",
         "| 1 | ddtree | 1.00 | 50.00 | 2.00 |",
         "| random | 25 | 1 1 1 1 1",
-        "| marginal | sum | 0.50 | 2.00 |",
+        "| marginal | sum | 0.50 | 4.00 | 4.00 |",
+        "| 8 | 2.00 | 1.25 |",
     ):
         assert line in text, line
     assert "Not run yet" not in text
@@ -75,5 +79,5 @@ def test_a_report_says_what_the_cells_say(tmp_path):
 
 def test_what_was_not_run_is_said(tmp_path):
     text = report(tmp_path, [])
-    assert text.count("Not run yet.") == 6
+    assert text.count("Not run yet.") == 7
     assert not (tmp_path / "speed.svg").exists()

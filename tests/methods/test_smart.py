@@ -18,10 +18,11 @@ from jspec.growth import grow
 from jspec.heads.config import config_for
 from jspec.heads.parallel import init_head
 from jspec.method import Method, MethodState, Needs, Proposal
-from jspec.methods import ar, ddtree, smart, token_recycling
+from jspec.methods import ar, ddtree, prompt_lookup, smart, token_recycling
 from jspec.methods.smart import hold
 from jspec.models.transformer import fuse
 from jspec.prefill import admit
+from jspec.recording import record, replay, replay_states
 from jspec.sampling import Sampling
 from jspec.sleeping import LONGEST
 from jspec.state import Plan, new_state
@@ -338,6 +339,26 @@ def test_prompts_are_not_taken_for_drafts(tiny):
     after = state.method.shared
     for a, b in zip(jax.tree.leaves(before[1:]), jax.tree.leaves(after[1:]), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_replay_rests_and_learns_as_decoding_does(tiny):
+    config, params = tiny
+    method = smart(prompt_lookup(8, depth=4))
+    plan = Plan(config, method, Sampling(0.5), buckets=ROWS)
+    options = {"max_new_tokens": 90, "capacity": CAPACITY}
+    queue = [PROMPT * 3, PROMPT]
+    recordings = record(plan, params, queue, max_new_tokens=90)
+    replayed = replay(plan, params, recordings, **options)
+    for one, prompt, index in zip(replayed, queue, range(2)):
+        [real], run = decode_all(plan, params, [prompt], first_index=index, **options)
+        assert one.trace == real.trace and one.verified == real.verified
+        assert one.tokens == real.tokens
+    [state] = replay_states(plan, params, recordings[1:], **options)
+    for a, b in zip(*map(jax.tree.leaves, (state.method.shared, run.state.method.shared))):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert float(state.method.shared.ledger.spent) >= replayed[1].rounds
+    with pytest.raises(ValueError, match="learns from what the target says of rejected nodes"):
+        replay(Plan(config, smart(token_recycling(4))), params, recordings, max_new_tokens=9)
 
 
 def test_the_marginal_rule_decodes_too(tiny, answer):
