@@ -4,7 +4,8 @@ From text to text: ``load``, ``generate_text``. The steps of a round: ``propose`
 ``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
 ``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
 ``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
-``draft_table``; or a ``Method`` of your own.
+``draft_table``; or a ``Method`` of your own. ``smart(method)`` cuts a method's trees to what pays by a cost model,
+``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``.
 """
 
 __version__ = "0.1.0"
@@ -13,6 +14,9 @@ from jspec.acceptance import accept
 from jspec.benches import Prompt, load_bench, read_prompts, user_turn
 from jspec.checkpoint import Head, export_head, load_head, save_head
 from jspec.comparison import Comparison
+from jspec.cost.profile import Profile, ProfileError, setting_of
+from jspec.cost.store import ready_profile
+from jspec.cost.table import Cost, make_cost
 from jspec.decode import (
     absorb,
     advance,
@@ -30,7 +34,16 @@ from jspec.growth import Frontier, grow
 from jspec.heads.config import HeadConfig, HeadError, config_for, spread_taps
 from jspec.heads.parallel import DraftTable, draft_table, init_head
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, seed_table, token_recycling
+from jspec.methods import (
+    ar,
+    ddtree,
+    dflash,
+    jetspec,
+    prompt_lookup,
+    seed_table,
+    smart,
+    token_recycling,
+)
 from jspec.models.fetch import FetchError
 from jspec.models.load import Target
 from jspec.models.load import load_target as load
@@ -76,6 +89,7 @@ __all__ = [
     "SOURCES",
     "Answer",
     "Comparison",
+    "Cost",
     "DecodeState",
     "Difference",
     "DraftTable",
@@ -93,6 +107,8 @@ __all__ = [
     "Needs",
     "Params",
     "Plan",
+    "Profile",
+    "ProfileError",
     "Prompt",
     "Proposal",
     "Recording",
@@ -140,6 +156,7 @@ __all__ = [
     "load",
     "load_bench",
     "load_head",
+    "make_cost",
     "merge",
     "new_state",
     "observe",
@@ -150,6 +167,7 @@ __all__ = [
     "prompt_lookup",
     "propose",
     "read_prompts",
+    "ready_profile",
     "record",
     "replay",
     "root_only",
@@ -157,7 +175,9 @@ __all__ = [
     "save_head",
     "seed_table",
     "select",
+    "setting_of",
     "shown_text",
+    "smart",
     "spread_taps",
     "stop_table",
     "stream",

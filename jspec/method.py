@@ -119,7 +119,8 @@ class Method(NamedTuple):
       chunks only where ``needs.top_k`` is above 0. A finished row has ``verdict.tree.size == 0`` and ``count == 0``.
     * ``memory(state) -> Memory``: what a later ``init`` may be given.
 
-    All but ``propose`` may be left out.
+    ``path_only`` says that ``observe`` reads no more of a verdict than the tree and its accepted path, so that replay
+    is exact. All but ``propose`` may be left out.
 
     ``propose`` returns trees of at most ``budget`` node slots and nodes no deeper than ``needs.depth``
     (``jspec.tree.check`` tells what else makes a tree). A factory should be a ``functools.cache``: a method is a static
@@ -137,3 +138,4 @@ class Method(NamedTuple):
     absorb: Callable[..., MethodState] = unchanged
     observe: Callable[..., MethodState] = unchanged
     memory: Callable[[MethodState], Memory] = no_memory
+    path_only: bool = False

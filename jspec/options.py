@@ -52,7 +52,9 @@ class Options:
         "matches of prompt_lookup, successors of token_recycling, children of a node of jetspec, "
         "candidates of a slot of ddtree; default: the method's",
     ] = None
-    smart: Annotated[Switch, "on: not there yet"] = "off"
+    smart: Annotated[
+        Switch, "on: verify only the nodes that pay; measures the machine the first time"
+    ] = "off"
     graft: Annotated[Switch, "on: not there yet"] = "off"
     temperature: Annotated[float, "0: always the likeliest token"] = 0.0
     top_p: Annotated[float, "in (0, 1]; 1 is off"] = 1.0
@@ -94,7 +96,7 @@ class Options:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
             raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
-        only = {"smart": "off", "graft": "off", "mesh": ONE_DEVICE}
+        only = {"graft": "off", "mesh": ONE_DEVICE}
         for name, there in only.items():
             if (value := getattr(self, name)) != there:
                 raise ValueError(f"{_flag(name)} {value} is not there yet: use {there}")
@@ -147,13 +149,25 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     Raises:
       ValueError: an unknown option or a value of another type; or what ``Options`` refuses.
     """
-    parser = Parser(
-        prog="python -m jspec.run",
-        description="Decodes prompts with tree-based speculative decoding.",
-        allow_abbrev=False,
-    )
+    said = "Decodes prompts with tree-based speculative decoding."
+    return parse_into(Options, argv, "python -m jspec.run", said)
+
+
+def parse_into(kind: type, argv: Sequence[str] | None, program: str, description: str) -> Any:
+    """The options of a command, as ``parse`` reads them, in a dataclass of any kind.
+
+    Args:
+      kind: its fields are annotated with a type and a help text.
+      argv: the command line; None: the process's own.
+      program: how it is called.
+      description: what it does.
+
+    Raises:
+      ValueError: an unknown option or a value of another type; or what ``kind`` refuses.
+    """
+    parser = Parser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile, help="options in YAML")
-    for field in dataclasses.fields(Options):
+    for field in dataclasses.fields(kind):
         _add(parser, field)
     try:
         chosen = parser.parse_args(argv)
@@ -161,14 +175,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         # jsonargparse trips over YAML of another shape than it expects
         raise ValueError(one_line(str(error))) from None
     values = {}
-    for field in dataclasses.fields(Options):
+    for field in dataclasses.fields(kind):
         value = chosen[field.name]
         if value is None and field.default is not None:
             raise ValueError(f"{_flag(field.name)} must not be null: leave it out")
         if typing.get_args(field.type)[0] is Switch and isinstance(value, bool):
             value = "on" if value else "off"  # what YAML makes of them
         values[field.name] = tuple(value) if isinstance(value, list) else value
-    return Options(**values)
+    return kind(**values)
 
 
 def _add(parser: Parser, field: dataclasses.Field) -> None:

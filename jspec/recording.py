@@ -2,7 +2,8 @@
 
 Every method emits the target's own text, so a method can be replayed on text recorded once: it drafts where its rounds
 would land, and the walk over its tree reads the target's draws off the record. Exact at any temperature, for methods
-whose state depends on known tokens and their taps alone; those that learn from rejected nodes are refused.
+whose state depends on known tokens and their taps, and on accepted paths, alone; those that learn from rejected nodes
+are refused.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jspec.decode import absorb, emit, judge, propose
+from jspec.decode import absorb, emit, judge, observe, propose
 from jspec.driver import Finished, Stream, outcome
 from jspec.method import Memory, Needs, Params, unchanged
 from jspec.methods.ar import ar
@@ -129,6 +130,26 @@ _read = partial(jax.jit, static_argnums=0)(read_chunk)
 
 
 def replay(
+    plan: Plan, params: Params, recordings: Sequence[Recording], **options
+) -> list[Finished]:
+    """Rounds of ``plan.method`` on recorded text: the same counts as real decoding, round by round.
+
+    Args:
+      plan: as for decoding.
+      params: what the method reads (``params["target"]`` where its head uses the target's embedding).
+      recordings: of ``record`` with a plan whose method has the same taps and at least this depth.
+      **options: of ``replay_states``.
+
+    Returns:
+      Outcomes in order, as ``decode_all`` gives them; they all have the recorded text.
+
+    Raises:
+      ValueError: see ``replay_states``.
+    """
+    return [outcome(state, 0) for state in replay_states(plan, params, recordings, **options)]
+
+
+def replay_states(
     plan: Plan,
     params: Params,
     recordings: Sequence[Recording],
@@ -137,27 +158,25 @@ def replay(
     memory: Memory = None,
     stops: Int[np.ndarray, "states V"] | None = None,
     capacity: int | None = None,
-) -> list[Finished]:
-    """Rounds of ``plan.method`` on recorded text: the same counts as real decoding, round by round.
+) -> list[DecodeState]:
+    """The states in which replays end, for those who want more than counts: what the method learned, say.
 
     Args:
-      plan: as for decoding.
-      params: what the method reads (``params["target"]`` where its head uses the target's embedding).
-      recordings: of ``record`` with a plan whose method has the same taps and at least this depth.
+      plan: see ``replay``.
+      params: likewise.
+      recordings: likewise.
       max_new_tokens: as recorded.
       memory: of the method.
       stops: as recorded.
       capacity: as for decoding; default: the bucket that decoding would use.
 
-    Returns:
-      Outcomes in order, as ``decode_all`` gives them; they all have the recorded text.
-
     Raises:
-      ValueError: the method observes verdicts or needs the target's lookahead; a recording is too short; or, as for
-        decoding, a prompt that ``check_prompt`` refuses.
+      ValueError: the method learns from rejected nodes or needs the target's lookahead; a recording is too short; or,
+        as for decoding, a prompt that ``check_prompt`` refuses.
     """
     needs = plan.method.needs
-    if needs.top_k or needs.lookahead or plan.method.observe is not unchanged:
+    learns = plan.method.observe is not unchanged and not plan.method.path_only
+    if needs.top_k or needs.lookahead or learns:
         raise ValueError(
             f"method {plan.method.name!r} learns from what the target says of rejected nodes: measure it by decoding"
         )
@@ -203,8 +222,7 @@ def _replay(plan, params, one, max_new_tokens, memory, stops, capacity):
         limit=jnp.asarray([min(one.start + max_new_tokens, room)], jnp.int32),
         done=jnp.zeros((1,), bool),
     )
-    state = _rounds(plan, params, dataclasses.replace(state, rows=rows), text, taps)
-    return outcome(state, 0)
+    return _rounds(plan, params, dataclasses.replace(state, rows=rows), text, taps)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -236,7 +254,8 @@ def _rounds(plan: Plan, params: Params, state: DecodeState, text, taps) -> Decod
         verdict = judge(plan, tree, _read_off(state, tree, text, taps))
         rows, kept = emit(state.rows, state.cache.length, verdict, state.stops)
         state = _lengthen(dataclasses.replace(state, rows=rows), kept)
-        return absorb(plan, params, state, verdict, kept)
+        state = absorb(plan, params, state, verdict, kept)
+        return observe(plan, params, state, verdict)
 
     return lax.while_loop(lambda s: ~s.rows.done.all(), one, state)
 

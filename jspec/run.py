@@ -18,11 +18,13 @@ from rich.text import Text
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
 from jspec.checkpoint import Head, load_head, shipped_head
 from jspec.comparison import Comparison
+from jspec.cost.profile import Profile, Setting, setting_of
+from jspec.cost.store import ready_profile
 from jspec.decode import decode_round
 from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
 from jspec.driver import Event
 from jspec.method import MAX_BUDGET, Method, check_range
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
+from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
 from jspec.models.load import Target, load_target
 from jspec.options import Options, parse
 from jspec.picture import draw_text
@@ -40,6 +42,7 @@ from jspec.state import Plan, capacity_for, new_state
 from jspec.text import (
     DEFAULT_BUDGET,
     HEAD_BUDGET,
+    SMART_BUDGET,
     Typist,
     encode_prompt,
     shown_text,
@@ -85,12 +88,17 @@ class Job(NamedTuple):
     prompts: list[Prompt]
     ids: list[list[int]]
     stops: Int32[np.ndarray, "S V"]
+    profile: Profile | None = None
 
     @property
     def params(self) -> dict[str, Any]:
         """What the steps take."""
         params = {"target": self.target.params}
-        return params if self.head is None else params | {"head": self.head.params}
+        if self.head is not None:
+            params["head"] = self.head.params
+        if self.profile is not None:
+            params["cost"] = self.profile.cost()
+        return params
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,14 +138,49 @@ def prepare(options: Options) -> Job:
     keep_compilations()
     target = load_target(options.target, weights_dtype(options.dtype))
     options = choose(options, target)
-    factory = find_method(options)
-    head = load_head(options.head, target) if factory.headed else None
-    method = factory.make(head.config) if head else factory.make()
-    attention = None if options.attention == "auto" else options.attention
-    plan = Plan(target.config, method, sampling, attention=attention)
+    head, plan = make_plan(options, target, sampling)
     ids = [encode_prompt(target, prompt) for prompt in prompts]
     capacity_for(plan, max(map(len, ids)) + options.max_new_tokens)
     return Job(options, target, head, plan, prompts, ids, target_stops(target, options.stop))
+
+
+def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Head | None, Plan]:
+    """The head and the plan that the options, which name a method, ask for.
+
+    Raises:
+      ValueError: a head that does not fit, or ``--smart on`` where there is nothing to choose.
+    """
+    factory = find_method(options)
+    head = load_head(options.head, target) if factory.headed else None
+    method = factory.make(head.config) if head else factory.make()
+    if options.smart == "on":
+        if method.budget == 1:
+            raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
+        method = smart(method)
+    attention = None if options.attention == "auto" else options.attention
+    return head, Plan(target.config, method, sampling, attention=attention)
+
+
+def cost_setting(job: Job, capacity: int) -> Setting:
+    """What the cost of a job's rounds depends on."""
+    options = job.options
+    given = {name: getattr(options, name) for name in ("depth", "width")}
+    return setting_of(
+        job.plan,
+        job.params,
+        job.target.fingerprint,
+        job.head and job.head.fingerprint,
+        options.batch,
+        capacity,
+        ", ".join(f"{name} {value}" for name, value in given.items() if value is not None),
+    )
+
+
+def add_costs(job: Job) -> Job:
+    """The job with a cost profile: kept from before, or measured now."""
+    capacity = capacity_for(job.plan, max(map(len, job.ids)) + job.options.max_new_tokens)
+    profile = ready_profile(job.plan, job.params, cost_setting(job, capacity), stops=job.stops)
+    return job._replace(profile=profile)
 
 
 def choose(options: Options, target: Target) -> Options:
@@ -172,7 +215,8 @@ def find_method(options: Options) -> Factory:
     factory = METHODS[options.method]
     if not factory.headed and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
-    budget = factory.budget if options.budget is None else options.budget
+    usual = SMART_BUDGET if options.smart == "on" and factory.budget > 1 else factory.budget
+    budget = usual if options.budget is None else options.budget
     check_range("--budget", budget, 1, MAX_BUDGET)
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -204,6 +248,8 @@ def decode(job: Job, console: Console) -> None:
     options = job.options
     if sys.stderr is not None and sys.stderr.isatty():
         print("compiling, or reading what an earlier start compiled", file=sys.stderr)
+    if options.smart == "on":
+        job = add_costs(job)
     if options.tree:
         draw_rounds(job, console)
     run = Comparison(
@@ -295,7 +341,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "head": job.head and job.head.name,
         "head_fingerprint": job.head and job.head.fingerprint,
         "budget": job.plan.method.budget,
-        "smart": False,
+        "smart": options.smart == "on",
         "graft": False,
         "dtype": next(name for name, kind in DTYPES.items() if kind == dtype),
         "temperature": options.temperature,

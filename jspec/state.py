@@ -21,7 +21,23 @@ from jspec.sampling import Sampling
 from jspec.tree import SOURCES
 
 CAPACITIES = tuple(256 << i for i in range(10))  # cache rows: 256 .. 131072
+BUCKETS = tuple(1 << i for i in range(20))  # row counts of a verify forward
 RANKS = 8  # accepted nodes are counted by their rank among siblings, up to this one
+
+
+def check_buckets(buckets: tuple[int, ...]) -> None:
+    """Makes sure that row counts can be buckets.
+
+    Raises:
+      ValueError: they do not ascend from 1 or above.
+    """
+    if any(a >= b for a, b in itertools.pairwise((0, *buckets))):
+        raise ValueError(f"buckets must ascend from 1 or above, got {buckets}")
+
+
+def buckets_up_to(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The buckets that at most so many rows need: the last one holds them all."""
+    return (*(b for b in buckets if b < most), most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +60,12 @@ class Plan:
     config: ModelConfig
     method: Method
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    buckets: tuple[int, ...] = tuple(1 << i for i in range(20))
+    buckets: tuple[int, ...] = BUCKETS
     attention: Implementation | None = None
 
     def __post_init__(self):
         check_range("budget", self.method.budget, 1, MAX_BUDGET)
-        if any(a >= b for a, b in itertools.pairwise((0, *self.buckets))):
-            raise ValueError(f"buckets must ascend from 1 or above, got {self.buckets}")
+        check_buckets(self.buckets)
         needs, vocab, layers = self.method.needs, self.config.vocab_size, self.config.num_layers
         if not 0 <= needs.top_k <= vocab:
             raise ValueError(f"top tokens wanted must be in 0..{vocab}, got {needs.top_k}")
@@ -66,8 +81,7 @@ class Plan:
 
     def row_buckets(self, batch: int) -> tuple[int, ...]:
         """The buckets in use at a batch size: the last one holds ``batch`` full trees."""
-        most = batch * self.method.budget
-        return (*(b for b in self.buckets if b < most), most)
+        return buckets_up_to(self.buckets, batch * self.method.budget)
 
 
 def _array_struct(cls):

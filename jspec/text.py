@@ -9,18 +9,22 @@ from jaxtyping import Int32
 from jspec.attention import Implementation
 from jspec.benches import Prompt, is_message, is_text, user_turn
 from jspec.checkpoint import Head
+from jspec.cost.profile import setting_of
+from jspec.cost.store import ready_profile
 from jspec.driver import Finished, decode_all
-from jspec.method import Memory, Method
+from jspec.method import Memory, Method, check_range
 from jspec.methods import ddtree, prompt_lookup
+from jspec.methods import smart as combine
 from jspec.models.load import Target
 from jspec.models.tokenizer import Message
 from jspec.sampling import Sampling
-from jspec.state import Plan
+from jspec.state import Plan, capacity_for
 from jspec.stopping import cut_at, stop_table
 
 # Nodes of a tree where the user names no number.
 DEFAULT_BUDGET = 4  # the best of 4, 16 and 64 on two cores (experiments/baselines)
 HEAD_BUDGET = 8  # of methods with a head; to be replaced by the best one in experiments/jetspec
+SMART_BUDGET = 32  # where smart chooses among them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +42,11 @@ class Answer:
     finished: Finished
 
 
-def default_method(head: Head | None = None) -> Method:
+def default_method(head: Head | None = None, budget: int | None = None) -> Method:
     """With a head the likeliest nodes of what it drafts; without one the best method that needs no training."""
-    return prompt_lookup(DEFAULT_BUDGET) if head is None else ddtree(head.config, HEAD_BUDGET)
+    if head is None:
+        return prompt_lookup(budget or DEFAULT_BUDGET)
+    return ddtree(head.config, budget or HEAD_BUDGET)
 
 
 def generate_text(
@@ -49,6 +55,7 @@ def generate_text(
     method: Method | None = None,
     *,
     head: Head | None = None,
+    smart: bool = False,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -68,6 +75,8 @@ def generate_text(
         ``{"role", "content"}``, or a ``Prompt``, which can hold raw text too.
       method: who drafts; default: ``default_method(head)``.
       head: of ``jspec.load_head``, for a method that has one; none is taken by default.
+      smart: verify, and draft, only what pays: see ``jspec.smart``. What rounds cost is measured the first time and
+        kept in the user's cache.
       temperature: 0 takes the likeliest token.
       top_p: see ``Sampling``, as for the other filters.
       top_k: 0 is off.
@@ -86,20 +95,31 @@ def generate_text(
       ValueError: an argument out of range, what is no prompt, or one that does not fit the target's context.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    plan = Plan(target.config, method or default_method(head), sampling, attention=attention)
+    method = method or default_method(head, SMART_BUDGET if smart else None)
+    method = combine(method) if smart else method
+    plan = Plan(target.config, method, sampling, attention=attention)
     params = {"target": target.params} | ({} if head is None else {"head": head.params})
     stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(map(is_text, stop)):
         raise ValueError(f"stop must be texts, got {stop!r}")
     asked = _as_prompts(prompts)
+    ids = [encode_prompt(target, prompt) for prompt in asked]
+    stops = target_stops(target, stop)
+    if smart and method.budget > 1:
+        check_range("batch", batch, 1)
+        check_range("max_new_tokens", max_new_tokens, 1)
+        capacity = capacity_for(plan, max(map(len, ids), default=1) + max_new_tokens)
+        names = target.fingerprint, None if head is None else head.fingerprint
+        setting = setting_of(plan, params, *names, batch, capacity)
+        params["cost"] = ready_profile(plan, params, setting, stops=stops).cost()
     done, _ = decode_all(
         plan,
         params,
-        [encode_prompt(target, prompt) for prompt in asked],
+        ids,
         max_new_tokens=max_new_tokens,
         batch=batch,
         seed=seed,
-        stops=target_stops(target, stop),
+        stops=stops,
         memory=memory,
     )
     return [Answer(p.id, shown_text(target, x.tokens, stop), x) for p, x in zip(asked, done)]

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jspec.benches import load_bench
+from jspec.cost.table import make_cost
 from jspec.decode import advance, generate
 from jspec.driver import decode_all, outcome
 from jspec.exactness import first_difference
 from jspec.heads.config import config_for
 from jspec.heads.parallel import init_head
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
+from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
 from jspec.models.transformer import fuse
 from jspec.prefill import admit
 from jspec.sampling import Sampling
@@ -33,9 +34,10 @@ CAUSAL = {jetspec: True, dflash: False, ddtree: False}  # the heads of the metho
 
 
 def with_head(config, params):
-    """What the steps take: a target, and a head that is not trained."""
+    """What the steps take: a target, a head that is not trained, and costs with which some trees pay."""
     head = init_head(head_config(config, True), jax.random.key(1))
-    return {"target": fuse(config, params), "head": head}
+    cost = make_cost((1, 8, 64, 512), (0.03, 0.032, 0.05, 0.2), (0.001,), fit=(0, 0.05, 0.5, 0.1))
+    return {"target": fuse(config, params), "head": head, "cost": cost}
 
 
 def head_config(config, causal):
@@ -122,6 +124,26 @@ def test_methods_equal_autoregressive_decoding(tiny, reference, factory, budget,
     assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 
 
+QUICK_SMART = [(token_recycling, "top-p", 3, "exact"), (ddtree, "greedy", 8, "exact")]
+SMART = [
+    pytest.param(*case, marks=[] if case in QUICK_SMART else [pytest.mark.slow])
+    for case in itertools.product(
+        (prompt_lookup, token_recycling, *CAUSAL), SAMPLINGS, (1, 3, 8), ("exact", "marginal")
+    )
+    if case[3] == "exact" or case[1:3] == ("top-p", 3)
+]
+
+
+@pytest.mark.parametrize(("factory", "name", "batch", "rule"), SMART)
+def test_smart_changes_nothing(tiny, reference, factory, name, batch, rule):
+    """Rows finish and are refilled at different times, drafting rests and is taken up again."""
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    method = smart(make(factory, config, 16), rule=rule, buckets=BUCKETS, queue=5)
+    ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
+    assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_slots_and_neighbours_do_not_matter(tiny, reference, name):
     config, params = tiny
@@ -194,7 +216,9 @@ def test_the_real_target(smollm2, name):
     queue = [load_bench(b, 1)[0].encode(smollm2.tokenizer) for b in ("humaneval", "gsm8k", "math")]
     options = {"max_new_tokens": 32, "capacity": 512}
     want = texts(smollm2.config, params, ar(), sampling, 1, queue, **options)
-    for method in (prompt_lookup(16), token_recycling(16)):
+    params["cost"] = make_cost((1, 4, 32), (0.03, 0.04, 0.1), (0.002,))
+    methods = [prompt_lookup(16), token_recycling(16)]
+    for method in (*methods, *(smart(m, buckets=BUCKETS) for m in methods)):
         ours = texts(smollm2.config, params, method, sampling, 2, queue, **options)
         assert not unexcused(smollm2.config, params, sampling, queue, ours, want)
 

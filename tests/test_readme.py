@@ -8,6 +8,7 @@ from tiny_target import write_target
 
 import jspec
 from jspec import run
+from jspec.cost import profile
 from jspec.options import Options
 
 TEXT = Path("README.md").read_text(encoding="utf-8")
@@ -20,6 +21,7 @@ def blocks(language):
 def run_code(target, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(jspec, "load", lambda name: {"smollm2-135m": target}[name])
+    monkeypatch.setattr(profile, "cache_dir", lambda: folder)  # costs are not the user's own
     scope = {}
     for block in blocks("python"):
         exec(block, scope)

@@ -371,7 +371,7 @@ BAD = {
     "a head and no method": (["--head", "x"], "no head 'x': give "),
     "an unknown head": (["--method", "dflash", "--head", "x"], "no head 'x': give "),
     "a width of a chain": (["--method", "dflash", "--head", "x", "--width", "2"], "no width"),
-    "smart": (["--smart", "on"], "--smart on is not there yet: use off"),
+    "smart": (["--smart", "on", "--method", "ar"], "--smart on has nothing to choose"),
     "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
     "graft": (["--graft", "on"], "--graft on is not there yet: use off"),
     "two devices": (["--mesh", "data=2,model=1"], "is not there yet: use data=1,model=1"),

@@ -5,6 +5,16 @@ from jspec.methods.ddtree import ddtree
 from jspec.methods.dflash import dflash
 from jspec.methods.jetspec import jetspec
 from jspec.methods.prompt_lookup import prompt_lookup
+from jspec.methods.smart import smart
 from jspec.methods.token_recycling import seed_table, token_recycling
 
-__all__ = ["ar", "ddtree", "dflash", "jetspec", "prompt_lookup", "seed_table", "token_recycling"]
+__all__ = [
+    "ar",
+    "ddtree",
+    "dflash",
+    "jetspec",
+    "prompt_lookup",
+    "seed_table",
+    "smart",
+    "token_recycling",
+]

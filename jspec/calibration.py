@@ -1,0 +1,136 @@
+"""What a drafter's probabilities are worth: of the edges that the target was asked about, how many it took.
+
+An edge is known to be right or wrong where its parent was accepted; of the others the verifier says nothing. Counts are
+kept by the edge's depth and by the drafter's probability of it, on the device. The idea of a calibrated product along a
+path is the exact form of what SMART (arXiv 2604.09731) takes its drafter's probabilities for: for the match rule the
+expected number of accepted nodes is the sum of the nodes' path probabilities.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.tree import Tree, take
+
+# Bins, finer where good drafters' best candidates are.
+EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+DEPTHS = (2, 3, 4, 6, 9)  # first depth of each bin but the first
+WEIGHT = 4.0  # of the prior, in edges
+KEPT = 128.0  # edges a bin remembers: more are scaled down to it, so that old ones fade
+_CENTERS = np.convolve((0.0, *EDGES, 1.0), (0.5, 0.5), "valid").astype(np.float32)
+
+
+class Calibration(NamedTuple):
+    """Edges seen and edges accepted, by depth bin and probability bin."""
+
+    tried: Float[Array, "D Q"]
+    hit: Float[Array, "D Q"]
+
+
+def no_calibration() -> Calibration:
+    """Counts of nothing."""
+    shape = (len(DEPTHS) + 1, len(_CENTERS))
+    return Calibration(jnp.zeros(shape), jnp.zeros(shape))
+
+
+def edge_values(tree: Tree) -> Float[Array, "B N"]:
+    """The drafter's probability of each node after its parent; 0 at roots, padding, and where a score is no number."""
+    above = take(tree.scores, jnp.maximum(tree.parents, 0))
+    edges = jnp.exp(jnp.minimum(tree.scores - above, 0.0))
+    return jnp.where(tree.live & (tree.parents >= 0) & (edges > 0), edges, 0.0)
+
+
+def estimates(calibration: Calibration, alpha: float) -> Float[Array, "D Q"]:
+    """The chance of an edge by depth and probability bin, never decreasing with the drafter's probability.
+
+    Where little was seen, it is what all depths say; where nothing, ``alpha`` times the drafter's probability.
+    """
+    tried, hit = calibration
+    pooled = (hit.sum(axis=0) + WEIGHT * alpha * _CENTERS) / (tried.sum(axis=0) + WEIGHT)
+    each = (hit + WEIGHT * pooled) / (tried + WEIGHT)
+    return _rising(each, tried + 1e-3)
+
+
+def _rising(values, weights):
+    """The isotonic regression along the last axis: the least of the averages up to later entries, the best start."""
+    slot = np.arange(values.shape[-1])
+    inside = (slot[:, None, None] <= slot) & (slot <= slot[:, None])  # [first, last, entry]
+    # Sums over ranges, not differences of running sums: weights of very different size stand side by side.
+    mass = (weights[..., None, None, :] * inside).sum(axis=-1)
+    sums = ((weights * values)[..., None, None, :] * inside).sum(axis=-1)
+    means = jnp.where(inside.any(axis=-1), sums / jnp.maximum(mass, 1e-9), jnp.inf)
+    least = lax.cummin(means, axis=means.ndim - 1, reverse=True)  # [.., first, k]: over last >= k
+    seen = np.tri(values.shape[-1], dtype=bool).T  # first <= k
+    return jnp.where(seen, least, -jnp.inf).max(axis=-2)
+
+
+def depth_bin(depths: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """The bin of a depth, 1 or above."""
+    return (depths[..., None] >= np.asarray(DEPTHS)).sum(axis=-1)
+
+
+def calibrated(
+    table: Float[Array, "D Q"], edges: Float[Array, "*n"], depths: Int[Array, "*n"]
+) -> Float[Array, "*n"]:
+    """The chance of edges: between the estimates of the bins around, 0 where the drafter's probability is 0.
+
+    Args:
+      table: of ``estimates``.
+      edges: the drafter's probabilities.
+      depths: of the edges' lower ends.
+    """
+    known = jnp.asarray((0.0, *_CENTERS, 2.0), jnp.float32)
+    values = jnp.pad(table, [(0, 0), (1, 0)])
+    values = jnp.concatenate([values, values[:, -1:]], axis=1)  # flat beyond the last centre
+    at = (edges[..., None] > _CENTERS).sum(axis=-1)
+    row = depth_bin(depths)
+    low, high = values[row, at], values[row, at + 1]
+    part = (edges - known[at]) / (known[at + 1] - known[at])
+    return jnp.clip(low + part * (high - low), 0.0, 1.0)
+
+
+def along_paths(tree: Tree, edges: Float[Array, "B N"], depth: int) -> Float[Array, "B N"]:
+    """The product of the edges from the root to each node, never above its parent's; 1 at roots, 0 at padding.
+
+    Args:
+      tree: B trees.
+      edges: a number in [0, 1] for each node but the roots.
+      depth: static; no node is deeper.
+    """
+    inner, above = tree.parents >= 0, jnp.maximum(tree.parents, 0)
+    paths = jnp.ones_like(edges)
+    for _ in range(depth):
+        paths = jnp.where(inner, take(paths, above) * edges, 1.0)
+    return jnp.where(tree.live, paths, 0.0)
+
+
+def learn(
+    calibration: Calibration, tree: Tree, path: Int[Array, "B P"], counted: Bool[Array, " B"]
+) -> Calibration:
+    """Counts the edges whose parent was accepted.
+
+    Args:
+      calibration: so far.
+      tree: as it was verified.
+      path: accepted nodes, -1 where there are none.
+      counted: rows that are not, change nothing.
+    """
+    nodes = jnp.arange(tree.budget)
+    accepted = (path[:, :, None] == nodes).any(axis=1)
+    edges = edge_values(tree)
+    known = (edges > 0) & counted[:, None] & take(accepted, jnp.maximum(tree.parents, 0))
+    shape = calibration.tried.shape
+    at = depth_bin(tree.depths) * shape[1] + (edges[..., None] > np.asarray(EDGES)).sum(axis=-1)
+    at = jnp.where(known, at, shape[0] * shape[1]).reshape(-1)
+
+    def count(which):
+        empty = jnp.zeros((shape[0] * shape[1],))
+        return empty.at[at].add(which.reshape(-1).astype(jnp.float32), mode="drop").reshape(shape)
+
+    tried = calibration.tried + count(known)
+    hit = calibration.hit + count(known & accepted)
+    scale = jnp.minimum(1.0, KEPT / jnp.maximum(tried, 1.0))
+    return Calibration(tried * scale, hit * scale)

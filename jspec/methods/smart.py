@@ -1,0 +1,261 @@
+"""SMART (arXiv 2604.09731): a node is verified, and a draft made, only while it pays on the machine at hand.
+
+A combinator over any method. What a round costs stands in ``params["cost"]`` (see ``jspec.cost``); what the drafter's
+probabilities are worth is learned from what the verifier says. Nothing that is chosen here changes a token.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from jspec.calibration import (
+    Calibration,
+    along_paths,
+    calibrated,
+    edge_values,
+    estimates,
+    learn,
+    no_calibration,
+)
+from jspec.choice import choose_bucket, choose_marginal
+from jspec.cost.table import Cost, draft_seconds, level_seconds, verify_seconds
+from jspec.deferral import Queue, defer, empty_queue, flush_if
+from jspec.method import Memory, Method, MethodState, Proposal, check_range, unchanged
+from jspec.sleeping import Ledger, close_round, open_ledger
+from jspec.state import BUCKETS, buckets_up_to, check_buckets
+from jspec.tree import compact, root_only
+
+RULES = {"exact": "sum", "marginal": "paths_mean"}  # and the benefit that goes with each
+BENEFITS = ("sum", "paths_mean")
+
+
+class SmartRows(NamedTuple):
+    """What a row holds."""
+
+    inner: Any  # the method's own rows
+    queue: Queue  # known tokens that it was not shown yet
+    active: Bool[
+        Array, " B"
+    ]  # it has a root, as far as is known: it read a prompt, or took part in the last round
+    open: Bool[Array, " B"]  # a round of the row is under way
+
+
+class SmartShared(NamedTuple):
+    """What the batch shares."""
+
+    inner: Any
+    calibration: Calibration
+    ledger: Ledger
+
+
+class SmartMemory(NamedTuple):
+    """What outlives a request."""
+
+    inner: Memory
+    calibration: Calibration
+    ledger: Ledger
+
+
+def smart(
+    method: Method,
+    *,
+    rule: str = "exact",
+    alpha: float | int = 0.8,
+    benefit: str | None = None,
+    rest: bool = True,
+    buckets: tuple[int, ...] = BUCKETS,
+    queue: int = 32,
+) -> Method:
+    """Verifies as much of a method's trees as pays, and lets it draft only while that pays.
+
+    The exact rule takes the likeliest nodes of the whole batch up to the edge of the row bucket that yields the most
+    tokens a second. The marginal rule is the published one. A drafter that works level by level is stopped before a
+    level whose pass costs more than it can bring. Where even the best trees do not pay, drafting rests for a while: no
+    pass is run, and the method is shown later what became known meanwhile.
+
+    ``params["cost"]`` is a ``jspec.cost.table.Cost``. Memory is a ``SmartMemory``: the method's own, the calibration
+    and the ledger.
+
+    Args:
+      method: who drafts; one of budget 1 has nothing to choose, and is returned.
+      rule: "exact" or "marginal".
+      alpha: what a drafter's probability is worth, in (0, 1]: of the exact rule, before the verifier said anything.
+      benefit: of a node, in the marginal rule: "sum", its whole chance, or "paths_mean", that over the root-to-leaf
+        paths, as published. Default: what is the rule's own.
+      rest: False: draft every round.
+      buckets: the Plan's.
+      queue: known tokens that wait, at most, while drafting rests.
+
+    Raises:
+      ValueError: an argument out of range; in ``init``, no cost model, or a memory of another kind.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule must be 'exact' or 'marginal', got {rule!r}")
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha must be in (0, 1], got {alpha!r}")
+    benefit = RULES[rule] if benefit is None else benefit
+    if benefit not in BENEFITS:
+        raise ValueError(f"benefit must be 'sum' or 'paths_mean', got {benefit!r}")
+    if rule == "exact" and benefit != "sum":
+        raise ValueError(
+            "benefit must be 'sum' with the exact rule, which is exact about nothing else"
+        )
+    check_buckets(tuple(buckets))
+    check_range("queue", queue, 1, 1024)
+    if method.budget == 1:
+        return method
+    return _smart(method, rule, float(alpha), benefit, bool(rest), tuple(buckets), queue)
+
+
+@functools.cache
+def _smart(method, rule, alpha, benefit, rest, buckets, room):
+    needs = method.needs
+    waits = rest and method.absorb is not unchanged
+
+    def own(state):
+        return MethodState(rows=state.rows.inner, shared=state.shared.inner)
+
+    def put(state, inner, rows=None, shared=None):
+        rows, shared = rows or state.rows, shared or state.shared
+        return MethodState(
+            rows=rows._replace(inner=inner.rows), shared=shared._replace(inner=inner.shared)
+        )
+
+    def init(params, batch, capacity, memory):
+        if not isinstance(params.get("cost"), Cost):
+            raise ValueError('params must hold a cost model for smart, as "cost": see jspec.cost')
+        if memory is None:
+            memory = SmartMemory(None, no_calibration(), open_ledger())
+        elif not isinstance(memory, SmartMemory):
+            raise ValueError(f"memory must be one of smart, got {type(memory).__name__}")
+        inner = method.init(params, batch, capacity, memory.inner)
+        hidden = params["target"]["embed"].shape[1]
+        rows = SmartRows(
+            inner=inner.rows,
+            queue=empty_queue(batch, room if waits else 0, len(needs.taps), hidden),
+            active=jnp.zeros((batch,), bool),
+            open=jnp.zeros((batch,), bool),
+        )
+        # A state is donated, so it must not share a buffer with memory.
+        kept = jax.tree.map(jnp.array, (memory.calibration, memory.ledger))
+        return MethodState(rows=rows, shared=SmartShared(inner.shared, *kept))
+
+    def absorb(params, state, tokens, taps, counts):
+        inner, queue = own(state), state.rows.queue
+        if waits:
+            resting = state.shared.ledger.rest > 0
+            shown = (tokens, taps, counts)
+            inner, queue = defer(resting, method, params, inner, queue, shown)
+        else:
+            inner = method.absorb(params, inner, tokens, taps, counts)
+        active = state.rows.active | (counts > 0)
+        return put(state, inner, state.rows._replace(queue=queue, active=active))
+
+    def draft(params, state, roots, outer):
+        """The method's trees cut to what pays, with the passes they took, their price and their promise."""
+        cost, active, ledger = params["cost"], state.rows.active, state.shared.ledger
+        chance = functools.partial(calibrated, estimates(state.shared.calibration, alpha))
+        usable = buckets_up_to(buckets, roots.shape[0] * method.budget)
+        verify = verify_seconds(cost, jnp.asarray(usable))
+
+        def bucket_of(rows):
+            return jnp.searchsorted(jnp.asarray(usable), rows)
+
+        few = jnp.maximum(active.sum(), 1)
+        plain = verify[bucket_of(few)] + cost.fixed
+
+        def grows(level, scores):
+            # All that a level can bring is one token for each path that lives; a path's edges count as equally likely.
+            edges = jnp.exp(scores / jnp.maximum(level, 1))
+            edges = jnp.where(edges > 0, edges, 0.0)
+            lives = chance(edges, jnp.full(edges.shape, jnp.maximum(level, 1))) ** level
+            lives = jnp.where(active[:, None] & (scores > -jnp.inf), lives, 0.0)
+            brings = jnp.minimum(lives.sum(axis=1), 1.0).sum() * plain / few
+            pays = brings > level_seconds(cost, level) * jnp.maximum(ledger.pace, 1.0)
+            pays = jnp.broadcast_to((level == 0) | pays, active.shape)
+            return pays if outer is None else pays & outer(level, scores)
+
+        proposal, inner = method.propose(params, own(state), roots, grows)
+        tree, passes = proposal.tree, jnp.asarray(proposal.passes, jnp.int32)
+        drafted = draft_seconds(cost, passes) + cost.fixed
+        more = jnp.searchsorted(jnp.asarray(usable), few, side="right")
+        more = jnp.where(ledger.trial, jnp.minimum(more, len(usable) - 1), 0)
+        edges = edge_values(tree)
+        worth = along_paths(tree, chance(edges, jnp.maximum(tree.depths, 1)), needs.depth)
+        worth = jnp.where(tree.parents >= 0, worth, 0.0)
+        choice = choose_bucket(worth, active, usable, verify + drafted, more)
+        keep = choice.keep
+        if rule == "marginal":
+            said = jnp.where(tree.parents >= 0, along_paths(tree, edges, needs.depth), 0.0)
+            step = plain - cost.fixed
+            keep = choose_marginal(tree, said, active, cost, step, alpha, benefit == "paths_mean")
+        tree = compact(tree, keep | (tree.live & (tree.parents < 0)))
+        rows = jnp.where(active, tree.size, 0).sum()
+        price = (verify[bucket_of(jnp.maximum(rows, 1))] + drafted) / plain
+        return tree, passes, inner, price, choice.speed * plain > few
+
+    def propose(params, state, roots, keep_growing=None):
+        ledger = state.shared.ledger
+        awake = ledger.rest == 0
+        inner, queue = own(state), state.rows.queue
+        if waits:
+            inner, queue = flush_if(awake, method, params, inner, queue)
+        state = put(
+            state, inner, state.rows._replace(queue=queue, open=jnp.ones_like(state.rows.open))
+        )
+        if rest:
+            shapes = jax.eval_shape(lambda: draft(params, state, roots, keep_growing))
+            width = shapes[0].tokens.shape[1]
+
+            def pause():
+                one = jnp.float32(1.0)
+                return root_only(roots, width), jnp.int32(0), inner, one, jnp.array(False)
+
+            found = lax.cond(awake, lambda: draft(params, state, roots, keep_growing), pause)
+        else:
+            found = draft(params, state, roots, keep_growing)
+        tree, passes, inner, price, promising = found
+        ledger = ledger._replace(price=price, promising=promising)
+        state = put(state, inner, shared=state.shared._replace(ledger=ledger))
+        return Proposal(tree, passes=passes), state
+
+    def observe(params, state, verdict):
+        rows, shared = state.rows, state.shared
+        inner = method.observe(params, own(state), verdict)
+        took_part = rows.open & (verdict.tree.size > 0)
+        awake = shared.ledger.rest == 0
+        calibration = learn(shared.calibration, verdict.tree, verdict.path, took_part & awake)
+        ledger = close_round(shared.ledger, verdict.count, took_part) if rest else shared.ledger
+        rows = rows._replace(
+            active=jnp.where(rows.open, took_part, rows.active), open=jnp.zeros_like(rows.open)
+        )
+        return put(state, inner, rows, shared._replace(calibration=calibration, ledger=ledger))
+
+    def memory(state):
+        return SmartMemory(method.memory(own(state)), state.shared.calibration, state.shared.ledger)
+
+    return Method(
+        f"smart({method.name})",
+        method.budget,
+        propose,
+        needs,
+        init,
+        absorb,
+        observe,
+        memory,
+        path_only=method.observe is unchanged or method.path_only,
+    )
+
+
+def hold(state: MethodState, resting: bool) -> MethodState:
+    """A state of smart that rests, or drafts without a try, for as many rounds as a measurement takes."""
+    ledger = state.shared.ledger._replace(
+        rest=jnp.int32(1 << 30 if resting else 0),
+        credit=jnp.float32(1 << 30),
+        trial=jnp.array(False),
+    )
+    return MethodState(rows=state.rows, shared=state.shared._replace(ledger=ledger))

@@ -1,0 +1,166 @@
+"""Counts of edges, their isotonic estimates, and products along paths, against plain Python."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.calibration import (
+    DEPTHS,
+    EDGES,
+    KEPT,
+    WEIGHT,
+    Calibration,
+    along_paths,
+    calibrated,
+    depth_bin,
+    edge_values,
+    estimates,
+    learn,
+    no_calibration,
+)
+from jspec.tree import Tree
+from tests.oracles import arrays_of, random_rows, rows_of
+
+CENTERS = [(a + b) / 2 for a, b in zip((0, *EDGES), (*EDGES, 1))]
+
+
+def trees(seed, batch=6, budget=12):
+    rows = random_rows(np.random.default_rng(seed), batch, budget, "real", vocab=4)
+    return Tree(**{k: jnp.asarray(v) for k, v in arrays_of(rows, budget).items()})
+
+
+def edge(nodes, i):
+    return float(np.exp(np.float32(nodes[i][3]) - np.float32(nodes[nodes[i][1]][3])))
+
+
+def walk(rng, nodes):
+    """A random accepted path: from the root down, stopping anywhere."""
+    path = [0] if nodes else []
+    while path and rng.random() < 0.8:
+        children = [i for i, node in enumerate(nodes) if node[1] == path[-1]]
+        if not children:
+            break
+        path.append(int(rng.choice(children)))
+    return path
+
+
+def bins(nodes, i):
+    return sum(nodes[i][2] >= d for d in DEPTHS), sum(edge(nodes, i) > e for e in EDGES)
+
+
+def counted_by_hand(tree, paths, counted):
+    tried, hit = np.zeros((2, len(DEPTHS) + 1, len(EDGES) + 1))
+    for nodes, path, use in zip(rows_of(tree), paths, counted):
+        for i, node in enumerate(nodes):
+            if use and i and node[1] in path:
+                tried[bins(nodes, i)] += 1
+                hit[bins(nodes, i)] += i in path
+    return tried, hit
+
+
+def padded(paths, width):
+    return jnp.asarray([path + [-1] * (width - len(path)) for path in paths])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counts_are_exact(seed):
+    rng, tree = np.random.default_rng(seed), trees(seed)
+    paths = [walk(rng, nodes) for nodes in rows_of(tree)]
+    counted = rng.random(tree.batch) < 0.7
+    got = learn(no_calibration(), tree, padded(paths, tree.budget), jnp.asarray(counted))
+    tried, hit = counted_by_hand(tree, paths, counted)
+    assert tried.sum() > 5
+    np.testing.assert_array_equal(got.tried, tried)
+    np.testing.assert_array_equal(got.hit, hit)
+    twice = learn(got, tree, padded(paths, tree.budget), jnp.asarray(counted))
+    np.testing.assert_array_equal(twice.tried, 2 * tried)
+
+
+def test_a_bin_remembers_so_many_edges():
+    nodes = [(1, -1, 0, 0.0, 0), (2, 0, 1, -0.5, 0)]
+    tree = Tree(**{k: jnp.asarray(v) for k, v in arrays_of([nodes], 2).items()})
+    state, step = no_calibration(), jax.jit(learn)
+    for _ in range(300):
+        state = step(state, tree, jnp.asarray([[0, -1]]), jnp.asarray([True]))
+    assert state.tried.max() == KEPT and state.hit.max() == 0
+    for _ in range(300):
+        state = step(state, tree, jnp.asarray([[0, 1]]), jnp.asarray([True]))
+    assert state.tried.max() == KEPT
+    want = 1 - (KEPT / (KEPT + 1)) ** 300  # the old ones faded
+    assert float(state.hit.max()) / KEPT == pytest.approx(want, abs=1e-3)
+
+
+def test_what_stands_in_padding_or_in_a_poisoned_row_changes_nothing():
+    tree = trees(1)
+    rng = np.random.default_rng(1)
+    paths = padded([walk(rng, nodes) for nodes in rows_of(tree)], tree.budget)
+    counted = jnp.arange(tree.batch) != 3
+    want = learn(no_calibration(), tree, paths, counted)
+    wild = jnp.where(tree.live & counted[:, None], tree.scores, jnp.nan)
+    poisoned = Tree(tree.tokens, tree.parents, tree.depths, wild, tree.source, tree.size)
+    got = learn(no_calibration(), poisoned, paths, counted)
+    for a, b in zip(want, got):
+        np.testing.assert_array_equal(a, b)
+    assert np.isfinite(edge_values(poisoned)).all()
+    np.testing.assert_array_equal(edge_values(poisoned)[0], edge_values(tree)[0])
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0])
+def test_at_the_start_an_edge_is_worth_alpha(alpha):
+    table = estimates(no_calibration(), alpha)
+    np.testing.assert_allclose(table, alpha * np.broadcast_to(CENTERS, table.shape), rtol=1e-5)
+    edges = jnp.linspace(0, 1, 201)
+    for depth in (1, 2, 5, 30):
+        got = calibrated(table, edges, jnp.full(edges.shape, depth))
+        np.testing.assert_allclose(got, alpha * np.minimum(edges, CENTERS[-1]), atol=1e-6)
+
+
+def isotonic(values, weights):
+    """Pool adjacent violators."""
+    blocks = []
+    for value, weight in zip(values, weights):
+        blocks.append([value * weight, weight, 1])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
+            last = blocks.pop()
+            blocks[-1] = [a + b for a, b in zip(blocks[-1], last)]
+    return [total / weight for total, weight, n in blocks for _ in range(n)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_estimates_are_the_isotonic_regression_of_shrunk_rates(seed):
+    rng = np.random.default_rng(seed)
+    tried = rng.integers(0, 40, no_calibration().tried.shape) * rng.integers(0, 2, (6, 15))
+    hit = rng.binomial(tried, rng.random(tried.shape))
+    prior = 0.8 * np.asarray(CENTERS)
+    pooled = (hit.sum(0) + WEIGHT * prior) / (tried.sum(0) + WEIGHT)
+    each = (hit + WEIGHT * pooled) / (tried + WEIGHT)
+    want = [isotonic(row, weight + 1e-3) for row, weight in zip(each, tried)]
+    counts = Calibration(jnp.asarray(tried, jnp.float32), jnp.asarray(hit, jnp.float32))
+    got = estimates(counts, 0.8)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
+    edges = jnp.sort(jnp.asarray(rng.random(500), jnp.float32))
+    for depth in (1, 3, 20):
+        line = np.asarray(calibrated(got, edges, jnp.full(edges.shape, depth)))
+        assert (np.diff(line) >= -1e-6).all() and line[0] >= 0 and line[-1] <= 1
+
+
+def test_depth_bins():
+    depths = jnp.arange(1, 12)
+    want = [sum(d >= first for first in DEPTHS) for d in range(1, 12)]
+    assert depth_bin(depths).tolist() == want
+    assert want[0] == 0 and want[-1] == len(DEPTHS)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_products_along_paths(seed):
+    tree = trees(seed)
+    values = np.random.default_rng(seed).random(tree.tokens.shape).astype(np.float32)
+    values[0, 1:3] = 1.0
+    got = along_paths(tree, jnp.asarray(values), tree.budget)
+    for row, nodes in enumerate(rows_of(tree)):
+        paths = []
+        for i, node in enumerate(nodes):
+            paths.append(paths[node[1]] * values[row, i] if i else np.float32(1))
+        np.testing.assert_array_equal(got[row, : len(nodes)], paths)
+        assert not got[row, len(nodes) :].any()
