@@ -42,7 +42,7 @@ def test_a_head_drafts_where_one_is_given(target):
     config = jspec.config_for(target.config, mask_token_id=63, taps=(0,), block_size=3)
     params = jspec.init_head(config, jax.random.key(0))
     head = jspec.Head(config, params, "new", "0f")
-    assert jspec.default_method(head).name == "jetspec"
+    assert jspec.default_method(head).name == "ddtree"
     plain, ours = (
         jspec.generate_text(target, PROMPTS[:2], method, head=head, max_new_tokens=16)
         for method in (jspec.ar(), jspec.dflash(config, 3))
