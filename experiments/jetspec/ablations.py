@@ -185,8 +185,8 @@ def report(cells: Cells) -> None:
         "chain: the whole block; exact N: trees of N nodes, root included. Against the base: the difference at exact",
         "32, with its 95 % interval by bootstrap over prompts, the same ones for both; the second table says how much",
         "another seed alone changes. Loss: mean of the last steps; those of different kinds can't be compared.",
-        "Held-out: acceptance length on text like that trained on, trees of 32 nodes. Time: of the steps alone, two runs",
-        "side by side and other work beside them, so that times cannot be compared.",
+        "Held-out: acceptance length on text like that trained on, trees of 32 nodes. Time: of the steps alone, two",
+        "runs side by side and other work beside them, so that times cannot be compared.",
         "",
     ]
     rows = []
