@@ -99,15 +99,15 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     with as_head_error():
         config = config_from_json(read_json(folder / "config.json"))
         if (folder / "params").is_dir():
-            head = _restore(folder / "params", config)
+            found = _restore(folder / "params", config)
         else:
-            tensors = dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
-            if "draft_ids" in tensors:  # before JAX makes 32 bits of them
-                _check_draft_ids(config, np.asarray(tensors["draft_ids"]))
-            head = from_tensors(config, jax.tree.map(jnp.asarray, tensors))
-    if config.draft_vocab_size is not None:
-        _check_draft_ids(config, np.asarray(head["draft_ids"]))
-    return config, head
+            found = dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
+    if config.draft_vocab_size is not None:  # before JAX makes 32 bits of them
+        _check_draft_ids(config, np.asarray(found["draft_ids"]))
+    if (folder / "params").is_dir():
+        return config, found
+    with as_head_error():
+        return config, from_tensors(config, jax.tree.map(jnp.asarray, found))
 
 
 def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
@@ -185,15 +185,14 @@ def locate_head(name: str) -> Path:
         return SHIPPED / name
     try:
         path = Path(name).expanduser()
-        if path.is_dir():
-            if (path / "log.jsonl").is_file() and not (path / "model.safetensors").exists():
-                raise HeadError(
-                    f"{path} is a run of jspec.train: a head is {path / 'head'}, once exported"
-                )
-            return path
+        there, is_run = path.is_dir(), (path / "log.jsonl").is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
         raise HeadError(f"no head {name!r}: {error}") from None
-    raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+    if not there:
+        raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+    if is_run:
+        raise HeadError(f"{path} is a run of jspec.train: a head is {path / 'head'}, once exported")
+    return path
 
 
 def check_place(folder: Path) -> None:

@@ -256,27 +256,30 @@ class Stream:
                 seconds[name] += time.perf_counter() - start
             return out
 
-        proposal, state = timed("propose", _propose, state)
-        verified = timed("verify", _verify, state, proposal.tree)
+        proposal, state = timed("propose", run_propose, state)
+        verified = timed("verify", run_verify, state, proposal.tree)
         verdict, state, kept = timed(
-            "accept_commit", _accept_commit, state, proposal.tree, verified
+            "accept_commit", run_accept_commit, state, proposal.tree, verified
         )
-        return timed("absorb_observe", _absorb_observe, state, verdict, kept)
+        return timed("absorb_observe", run_absorb_observe, state, verdict, kept)
 
 
-_propose = partial(jax.jit, static_argnums=0, donate_argnums=2)(propose)
-_verify = partial(jax.jit, static_argnums=0)(verify)
+# The steps of a round as programs of their own, to be timed one by one.
+run_propose = partial(jax.jit, static_argnums=0, donate_argnums=2)(propose)
+run_verify = partial(jax.jit, static_argnums=0)(verify)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _accept_commit(plan, params, state, tree, verified):
+def run_accept_commit(plan, params, state, tree, verified):
+    """``judge`` and ``commit``: the verdict, the state, and how many tokens each row kept. Donates ``state``."""
     verdict = judge(plan, tree, verified)
     state, kept = commit(plan, state, verified, verdict)
     return verdict, state, kept
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _absorb_observe(plan, params, state, verdict, kept):
+def run_absorb_observe(plan, params, state, verdict, kept):
+    """``absorb`` and ``observe``. Donates ``state``."""
     state = absorb(plan, params, state, verdict, kept)
     return observe(plan, params, state, verdict)
 

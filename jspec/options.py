@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
+import jax
 import jsonargparse
 import yaml
 
@@ -38,7 +40,7 @@ class Options:
     method: Annotated[
         str | None,
         "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree; "
-        "default: jetspec if there is a head for it, else prompt_lookup",
+        "default: ddtree if there is a head for it, else prompt_lookup",
     ] = None
     head: Annotated[
         str | None,
@@ -102,6 +104,18 @@ class Options:
                 raise ValueError(f"{_flag(name)} {value} is not there yet: use {there}")
         if self.attention == "pallas":
             raise ValueError("--attention pallas is not there yet: use auto or xla")
+
+
+def exit_status(work: Callable[[], None]) -> int:
+    """Runs a command: 0, 2 with one line for a user's error or a full disk or memory, 130 for Ctrl-C."""
+    try:
+        work()
+    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 class Parser(jsonargparse.ArgumentParser):

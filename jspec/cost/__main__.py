@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from jspec.cost.draw import draw_profiles, print_profile
@@ -15,6 +14,7 @@ from jspec.cost.store import ready_profile
 from jspec.cost.table import make_cost
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
 from jspec.models.load import load_target
+from jspec.options import exit_status
 from jspec.report import check_writable
 from jspec.run import Job, choose, cost_setting, find_method, make_plan
 from jspec.sampling import Sampling
@@ -23,19 +23,16 @@ from jspec.text import target_stops
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0, 2 for a user's error or a full disk or memory, 130 for Ctrl-C."""
-    try:
+
+    def work():
         options = parse(argv)
         if options.figure is not None:
             check_writable(Path(options.figure))
         profiles = measure_all(options, Console(width=None if sys.stdout.isatty() else 120))
         if options.figure is not None:
             draw_profiles(profiles, Path(options.figure))
-    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return exit_status(work)
 
 
 def measure_all(options: CostOptions, console: Console) -> list[Profile]:

@@ -1,7 +1,5 @@
 """A cost profile as a table for the terminal, and as a figure."""
 
-import io
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jspec.cost.profile import Profile
+from jspec.files import put
 
 
 def print_profile(profile: Profile, console: Console) -> None:
@@ -82,13 +81,8 @@ def draw_profiles(profiles: Sequence[Profile], path: Path) -> None:
     whole.legend(fontsize=8, title="line: table; dashed: closed form", title_fontsize=8)
     figure.suptitle(profiles[0].setting.device, fontsize=9)
     figure.tight_layout()
-    picture = io.BytesIO()
+    undated = {"Date": None} if path.suffix == ".svg" else {}
     with matplotlib.rc_context({"svg.hashsalt": "jspec"}):  # the same profiles, the same file
-        undated = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(picture, format=path.suffix[1:], metadata=undated)
-    part = path.with_name(f".{path.stem}-{os.getpid()}.partial")
-    try:
-        part.write_bytes(picture.getvalue())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        put(
+            path, lambda f: figure.savefig(f, format=path.suffix[1:], metadata=undated), shared=True
+        )

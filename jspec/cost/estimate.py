@@ -30,8 +30,8 @@ CHIPS = {
     "v5p": Chip(459e12, 2765e9),
     "v6e": Chip(918e12, 1640e9),
 }
-REACHED = 0.7  # of a peak, in practice
-START = 2e-5  # seconds of a pass that are neither
+REACHED = 0.7  # of a peak: assumed, not measured
+START = 2e-5  # seconds of a pass that are neither: assumed too
 
 
 def estimate_profile(plan: Plan, params: Params, setting: Setting, kind: str) -> Profile:

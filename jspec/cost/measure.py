@@ -20,7 +20,7 @@ from tqdm import tqdm
 from jspec.cost.profile import Profile, Setting
 from jspec.cost.table import make_cost
 from jspec.decode import advance
-from jspec.driver import _absorb_observe, _accept_commit, _propose
+from jspec.driver import run_absorb_observe, run_accept_commit, run_propose
 from jspec.method import Params
 from jspec.methods.smart import SmartShared, hold
 from jspec.prefill import admit
@@ -158,16 +158,16 @@ def _spread(times):
 
 def _fixed(plan, params, state):
     """Seconds of a resting round outside the verify forward, from its steps."""
-    proposal, _ = jax.eval_shape(lambda s: _propose(plan, params, s), state)
+    proposal, _ = jax.eval_shape(lambda s: run_propose(plan, params, s), state)
     shapes = jax.eval_shape(lambda s, tree: verify(plan, params, s, tree), state, proposal.tree)
     verified = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     taken = []
     for _ in range(LEAST + 1):
         copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
         start = time.perf_counter()
-        drafted, copy = _propose(plan, params, copy)
-        verdict, copy, kept = _accept_commit(plan, params, copy, drafted.tree, verified)
-        jax.block_until_ready(_absorb_observe(plan, params, copy, verdict, kept))
+        drafted, copy = run_propose(plan, params, copy)
+        verdict, copy, kept = run_accept_commit(plan, params, copy, drafted.tree, verified)
+        jax.block_until_ready(run_absorb_observe(plan, params, copy, verdict, kept))
         taken.append(time.perf_counter() - start)
     return min(taken[1:])
 

@@ -29,7 +29,7 @@ class CostOptions:
     )
     dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
     method: Annotated[
-        str | None, "who drafts; default: jetspec if there is a head for it, else prompt_lookup"
+        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
     ] = None
     head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
     budget: Annotated[int | None, "most nodes of a tree, root included"] = None

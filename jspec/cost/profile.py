@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 from jspec.cost.fit import Fit, fit_cost
 from jspec.cost.table import Cost, make_cost
 from jspec.device import device_name
+from jspec.files import put
 from jspec.method import Params
 from jspec.models.fetch import cache_dir
 from jspec.sampling import Sampling
@@ -189,12 +189,8 @@ def write_profile(path: Path, profile: Profile) -> None:
         "closed_form": {"lambda": fit.weight, **{k: getattr(fit, k) for k in fit._fields[1:]}},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}-{os.getpid()}.partial")
-    try:
-        part.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    put(path, lambda file: file.write(text.encode()), shared=True)
 
 
 def read_profile(path: Path) -> Profile:

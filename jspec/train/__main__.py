@@ -8,17 +8,17 @@ export   the best checkpoint becomes a head that ``python -m jspec.run --head`` 
 import sys
 from collections.abc import Sequence
 
-import jax
-
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
 from jspec.models.load import load_target
+from jspec.options import exit_status
 from jspec.train.options import STAGES, parse
 from jspec.train.stages import export_trained, train_head, write_library
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status: 0, 2 for a user's error or a full disk or memory, 130 for Ctrl-C."""
-    try:
+
+    def work():
         options, stages = parse(argv)
         pick_accelerator(options.accel)
         keep_compilations()
@@ -27,12 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stage in STAGES:
             if stage in stages:
                 run[stage](options, target)
-    except (ValueError, OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
-        print(f"jspec: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    return exit_status(work)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.train.text import put
+from jspec.files import put
 
 _NAME = "log.jsonl"
 

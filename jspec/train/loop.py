@@ -301,13 +301,13 @@ class Trainer:
             raise ValueError(f"{self.folder} has no checkpoint yet")
         return step
 
+    def best_state(self) -> TrainState:
+        """The state after ``best_step``; its ``best`` is the held-out acceptance length there."""
+        return self._restore(self._best, self.best_step)
+
     def best_head(self) -> dict[str, Any]:
         """The weights of ``best_step``."""
-        return self._restore(self._best, self.best_step).head
-
-    def best_length(self) -> float:
-        """Their held-out acceptance length."""
-        return float(self._restore(self._best, self.best_step).best)
+        return self.best_state().head
 
 
 def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from jaxtyping import Int
 
 from jspec.checkpoint import head_fingerprint, locate_head, read_head
 from jspec.device import DTYPES
+from jspec.files import put
 from jspec.heads.config import HeadConfig, check_pair
 from jspec.heads.parallel import trained
 from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.train.data import Text
 from jspec.train.options import TrainOptions
-from jspec.train.text import put
 
 _OPTIONS = {"mask_token_id": "mask_token"}  # what an option of the head is called in its config
 _FREE = ("block_size", "causal", "target_fingerprint")  # the last was checked, if it is there

@@ -132,7 +132,12 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
       ValueError: no text, or a folder that another config's run is in.
     """
     _check_places(options)
-    origin, options, config = _start(options, target)
+    return _open_run(*_start(options, target), target)
+
+
+def _open_run(
+    origin: Origin | None, options: TrainOptions, config: HeadConfig, target: Target
+) -> Trainer:
     folder = Path(options.run)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
     record = run_record(options, target, texts, origin)
@@ -216,10 +221,12 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
     """
     if not (Path(options.run) / "best").is_dir():
         raise ValueError(f"{options.run} has no checkpoint yet")
-    origin, options, _ = _start(options, target)
-    run = open_run(options, target)
+    _check_places(options)
+    origin, options, config = _start(options, target)
+    run = _open_run(origin, options, config, target)
+    best = run.best_state()
     folder = Path(options.run) / "head"
-    head, dtype = run.as_params(run.best_head()), jnp.bfloat16
+    head, dtype = run.as_params(best.head), jnp.bfloat16
     card = model_card(
         options,
         run.config,
@@ -234,7 +241,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         origin and origin.card,
     )
     export_head(folder, run.config, head, dtype, card)
-    print(f"{folder}: held-out acceptance length {run.best_length():.3f}")
+    print(f"{folder}: held-out acceptance length {float(best.best):.3f}")
     if run.best_step == 0:
         print(f"No step was better than the head it goes on from: {folder} is that head.")
     return folder

@@ -8,10 +8,9 @@ less; without any, an instruct target writes those too.
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.benches import Prompt, user_turn
 from jspec.driver import Stream
+from jspec.files import put
 from jspec.method import Method, MethodState, Needs, check_range
 from jspec.methods import ar
 from jspec.models.config import read_json
@@ -294,16 +294,6 @@ class Library:
 
     def _text(self, shard: int) -> Path:
         return self.folder / "text" / f"{shard:05}.npz"
-
-
-def put(path: Path, write_to: Callable[[Any], Any]) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_suffix(path.suffix + ".part")
-    with part.open("wb") as file:
-        write_to(file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def gather_prompts(
