@@ -43,5 +43,9 @@ def test_golden_is_what_transformers_computes_now(name):
     else:
         golden, live = vars(load_case(name)), make_golden.run_case(name, GOLDEN / name)
     for key, value in live.items():
-        # a few channels of SmolLM2's residual stream are in the ten thousands
-        np.testing.assert_allclose(golden[key], value, rtol=1e-5, atol=1e-4, err_msg=key)
+        error, allowed = np.abs(golden[key] - value), 1e-4 + 1e-5 * np.abs(value)
+        if key == "hiddens":
+            # A channel of SmolLM2's residual stream reaches 22,000: fp32 rounds the others of its state relative to
+            # that, and each machine's matrix products round differently.
+            allowed = np.maximum(allowed, 1e-6 * np.abs(value).max(axis=-1, keepdims=True))
+        assert (error <= allowed).all(), (key, (error / allowed).max())
