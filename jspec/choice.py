@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 def choose_bucket(
     chances: Float[Array, "B N"],
     active: Bool[Array, " B"],
-    buckets: tuple[int, ...],
+    buckets: Float[Array, " K"],
     seconds: Float[Array, " K"],
     least: Int[Array, ""] | int = 0,
 ) -> Choice:
@@ -37,13 +37,13 @@ def choose_bucket(
     Args:
       chances: of each drafted node; 0 at roots and wherever there is no node.
       active: rows that have a root.
-      buckets: row counts, ascending; the last one holds everything.
+      buckets: row counts, ascending; no more nodes are kept than the last one holds.
       seconds: of a whole round in each.
       least: index of the smallest bucket to be taken.
     """
     roots = active.sum()
     chances = jnp.where(active[:, None], chances, 0.0)
-    room = jnp.asarray(buckets) - roots
+    room = buckets.astype(jnp.int32) - roots
     filled = jnp.clip(room, 0, chances.size)
     best = -jnp.sort(-chances.reshape(-1))
     sums = jnp.concatenate([jnp.zeros((1,)), jnp.cumsum(best)])

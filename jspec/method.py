@@ -120,7 +120,8 @@ class Method(NamedTuple):
     * ``memory(state) -> Memory``: what a later ``init`` may be given.
 
     ``path_only`` says that ``observe`` reads no more of a verdict than the tree and its accepted path, so that replay
-    is exact. All but ``propose`` may be left out.
+    is exact. ``detail`` names what else than budget and depth it was made with, as far as a round's cost depends on it.
+    All but ``propose`` may be left out.
 
     ``propose`` returns trees of at most ``budget`` node slots and nodes no deeper than ``needs.depth``
     (``jspec.tree.check`` tells what else makes a tree). A factory should be a ``functools.cache``: a method is a static
@@ -139,3 +140,4 @@ class Method(NamedTuple):
     observe: Callable[..., MethodState] = unchanged
     memory: Callable[[MethodState], Memory] = no_memory
     path_only: bool = False
+    detail: str = ""

@@ -163,17 +163,8 @@ def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Hea
 
 def cost_setting(job: Job, capacity: int) -> Setting:
     """What the cost of a job's rounds depends on."""
-    options = job.options
-    given = {name: getattr(options, name) for name in ("depth", "width")}
-    return setting_of(
-        job.plan,
-        job.params,
-        job.target.fingerprint,
-        job.head and job.head.fingerprint,
-        options.batch,
-        capacity,
-        ", ".join(f"{name} {value}" for name, value in given.items() if value is not None),
-    )
+    names = job.target.fingerprint, job.head and job.head.fingerprint
+    return setting_of(job.plan, job.params, *names, job.options.batch, capacity)
 
 
 def add_costs(job: Job) -> Job:

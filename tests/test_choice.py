@@ -13,7 +13,10 @@ from jspec.cost.table import make_cost
 from jspec.tree import Tree
 from tests.oracles import arrays_of, random_row
 
-choose = jax.jit(choose_bucket, static_argnums=2)
+
+@jax.jit
+def choose(chances, active, buckets, seconds, least=0):
+    return choose_bucket(chances, active, jnp.asarray(buckets, jnp.float32), seconds, least)
 
 
 def forest(seed, sizes, budget):

@@ -139,7 +139,7 @@ def test_smart_changes_nothing(tiny, reference, factory, name, batch, rule):
     """Rows finish and are refilled at different times, drafting rests and is taken up again."""
     config, params = tiny
     queue = prompts(config.vocab_size)
-    method = smart(make(factory, config, 16), rule=rule, buckets=BUCKETS, queue=5)
+    method = smart(make(factory, config, 16), rule=rule, queue=5)
     ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
     assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 
@@ -218,7 +218,7 @@ def test_the_real_target(smollm2, name):
     want = texts(smollm2.config, params, ar(), sampling, 1, queue, **options)
     params["cost"] = make_cost((1, 4, 32), (0.03, 0.04, 0.1), (0.002,))
     methods = [prompt_lookup(16), token_recycling(16)]
-    for method in (*methods, *(smart(m, buckets=BUCKETS) for m in methods)):
+    for method in (*methods, *(smart(m) for m in methods)):
         ours = texts(smollm2.config, params, method, sampling, 2, queue, **options)
         assert not unexcused(smollm2.config, params, sampling, queue, ours, want)
 

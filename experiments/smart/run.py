@@ -26,6 +26,7 @@ from jspec.checkpoint import load_head, shipped_head
 from jspec.cost.measure import measure_cost, measure_profile
 from jspec.cost.profile import setting_of
 from jspec.cost.store import ready_profile
+from jspec.cost.table import verify_seconds
 from jspec.decode import decode_round
 from jspec.device import device_name, keep_compilations, weights_dtype
 from jspec.driver import decode_all
@@ -151,10 +152,8 @@ def turn(lanes, params, ids, batch, memory):
 def too_dear(plan, params, batch):
     """Whether a round of full trees is predicted to cost too much for what a tree of this depth could bring at best."""
     cost = params["cost"]
-    rows = np.asarray(cost.rows)
-    full = np.interp(batch * plan.method.budget, rows, np.asarray(cost.verify))
-    plain = np.interp(batch, rows, np.asarray(cost.verify)) + float(cost.fixed)
-    price = (full + float(cost.fixed) + float(cost.draft[0])) / plain
+    full, plain = (float(verify_seconds(cost, batch * n)) for n in (plan.method.budget, 1))
+    price = (full + float(cost.fixed) + float(cost.draft[0])) / (plain + float(cost.fixed))
     return (
         price > DEAREST * 2.7
     )  # tokens a round of the shipped heads at 64 nodes (experiments/jetspec)

@@ -38,7 +38,7 @@ class Setting:
       dtype: of the target's weights.
       attention: implementation.
       method: its name.
-      detail: what else the method was made with.
+      detail: the method's own.
       budget: most nodes of a tree.
       depth: of its deepest node.
       draw: how tokens are drawn, as far as it costs time.
@@ -70,7 +70,6 @@ def setting_of(
     head: str | None,
     batch: int,
     capacity: int,
-    detail: str = "",
 ) -> Setting:
     """The setting of a decode on this machine.
 
@@ -81,7 +80,6 @@ def setting_of(
       head: likewise, or None.
       batch: slots.
       capacity: cache rows of a slot.
-      detail: what the method was made with, where its name, budget and depth do not tell.
     """
     return Setting(
         device=f"{jax.default_backend()}: {device_name()}",
@@ -91,7 +89,7 @@ def setting_of(
         dtype=params["target"]["embed"].dtype.name,
         attention=plan.attention or "auto",
         method=plan.method.name,
-        detail=detail,
+        detail=plan.method.detail,
         budget=plan.method.budget,
         depth=plan.method.needs.depth,
         draw=_draw(plan.sampling),

@@ -16,7 +16,7 @@ Numbers = Sequence[float | int] | np.ndarray
 class Cost(NamedTuple):
     """Seconds of the parts of a round. K row counts, L draft passes."""
 
-    rows: Float[Array, " K"]  # of a verify forward, ascending
+    rows: Float[Array, " K"]  # the buckets of a verify forward, ascending
     verify: Float[Array, " K"]  # seconds at so many rows, never decreasing
     draft: Float[Array, " L"]  # seconds of a draft that took 1, 2, ... passes, never decreasing
     fixed: Float[Array, ""]  # seconds of a round that are neither
@@ -52,6 +52,11 @@ def make_cost(
         raise ValueError(f"fit must be 4 finite numbers, got {fit.tolist()}")
     rising = (np.maximum.accumulate(x) for x in (verify, draft))
     return Cost(*(jnp.asarray(x, jnp.float32) for x in (rows, *rising, fixed, fit)))
+
+
+def bucket_of(cost: Cost, rows: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """The index of the smallest bucket that holds so many rows; of the last one where none does."""
+    return jnp.minimum(jnp.searchsorted(cost.rows, rows), cost.rows.size - 1)
 
 
 def verify_seconds(cost: Cost, rows: Int[Array, "*n"] | Float[Array, "*n"]) -> Float[Array, "*n"]:

@@ -68,4 +68,4 @@ def _one_pass(name, build, head_config, budget, depth, width):
         return Proposal(build(*table, roots, budget), passes=1), state
 
     needs = Needs(depth=depth, taps=head_config.taps)
-    return Method(name, budget, propose, needs, init, absorb)
+    return Method(name, budget, propose, needs, init, absorb, detail=f"width {width}")

@@ -80,7 +80,8 @@ def _prompt_lookup(budget, depth, ngram, matches):
         return Proposal(tree), state
 
     needs = Needs(depth=depth)
-    return Method("prompt_lookup", budget, propose, needs, init, absorb)
+    detail = f"ngram {ngram}, matches {matches}"
+    return Method("prompt_lookup", budget, propose, needs, init, absorb, detail=detail)
 
 
 def search(

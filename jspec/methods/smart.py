@@ -22,11 +22,10 @@ from jspec.calibration import (
     no_calibration,
 )
 from jspec.choice import choose_bucket, choose_marginal
-from jspec.cost.table import Cost, draft_seconds, level_seconds, verify_seconds
+from jspec.cost.table import Cost, bucket_of, draft_seconds, level_seconds
 from jspec.deferral import Queue, defer, empty_queue, flush_if
 from jspec.method import Memory, Method, MethodState, Proposal, check_range, unchanged
 from jspec.sleeping import Ledger, close_round, open_ledger
-from jspec.state import BUCKETS, buckets_up_to, check_buckets
 from jspec.tree import compact, root_only
 
 RULES = {"exact": "sum", "marginal": "paths_mean"}  # and the benefit that goes with each
@@ -67,7 +66,6 @@ def smart(
     alpha: float | int = 0.8,
     benefit: str | None = None,
     rest: bool = True,
-    buckets: tuple[int, ...] = BUCKETS,
     queue: int = 32,
 ) -> Method:
     """Verifies as much of a method's trees as pays, and lets it draft only while that pays.
@@ -77,8 +75,8 @@ def smart(
     level whose pass costs more than it can bring. Where even the best trees do not pay, drafting rests for a while: no
     pass is run, and the method is shown later what became known meanwhile.
 
-    ``params["cost"]`` is a ``jspec.cost.table.Cost``. Memory is a ``SmartMemory``: the method's own, the calibration
-    and the ledger.
+    ``params["cost"]`` is a ``jspec.cost.table.Cost`` whose rows are the Plan's row buckets. Memory is a
+    ``SmartMemory``: the method's own, the calibration and the ledger.
 
     Args:
       method: who drafts; one of budget 1 has nothing to choose, and is returned.
@@ -87,7 +85,6 @@ def smart(
       benefit: of a node, in the marginal rule: "sum", its whole chance, or "paths_mean", that over the root-to-leaf
         paths, as published. Default: what is the rule's own.
       rest: False: draft every round.
-      buckets: the Plan's.
       queue: known tokens that wait, at most, while drafting rests.
 
     Raises:
@@ -104,15 +101,14 @@ def smart(
         raise ValueError(
             "benefit must be 'sum' with the exact rule, which is exact about nothing else"
         )
-    check_buckets(tuple(buckets))
     check_range("queue", queue, 1, 1024)
     if method.budget == 1:
         return method
-    return _smart(method, rule, float(alpha), benefit, bool(rest), tuple(buckets), queue)
+    return _smart(method, rule, float(alpha), benefit, bool(rest), queue)
 
 
 @functools.cache
-def _smart(method, rule, alpha, benefit, rest, buckets, room):
+def _smart(method, rule, alpha, benefit, rest, room):
     needs = method.needs
     waits = rest and method.absorb is not unchanged
 
@@ -159,14 +155,8 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
         """The method's trees cut to what pays, with the passes they took, their price and their promise."""
         cost, active, ledger = params["cost"], state.rows.active, state.shared.ledger
         chance = functools.partial(calibrated, estimates(state.shared.calibration, alpha))
-        usable = buckets_up_to(buckets, roots.shape[0] * method.budget)
-        verify = verify_seconds(cost, jnp.asarray(usable))
-
-        def bucket_of(rows):
-            return jnp.searchsorted(jnp.asarray(usable), rows)
-
         few = jnp.maximum(active.sum(), 1)
-        plain = verify[bucket_of(few)] + cost.fixed
+        plain = cost.verify[bucket_of(cost, few)] + cost.fixed
 
         def grows(level, scores):
             # All that a level can bring is one token for each path that lives; a path's edges count as equally likely.
@@ -182,12 +172,12 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
         proposal, inner = method.propose(params, own(state), roots, grows)
         tree, passes = proposal.tree, jnp.asarray(proposal.passes, jnp.int32)
         drafted = draft_seconds(cost, passes) + cost.fixed
-        more = jnp.searchsorted(jnp.asarray(usable), few, side="right")
-        more = jnp.where(ledger.trial, jnp.minimum(more, len(usable) - 1), 0)
+        more = jnp.searchsorted(cost.rows, few, side="right")
+        more = jnp.where(ledger.trial, jnp.minimum(more, cost.rows.size - 1), 0)
         edges = edge_values(tree)
         worth = along_paths(tree, chance(edges, jnp.maximum(tree.depths, 1)), needs.depth)
         worth = jnp.where(tree.parents >= 0, worth, 0.0)
-        choice = choose_bucket(worth, active, usable, verify + drafted, more)
+        choice = choose_bucket(worth, active, cost.rows, cost.verify + drafted, more)
         keep = choice.keep
         if rule == "marginal":
             said = jnp.where(tree.parents >= 0, along_paths(tree, edges, needs.depth), 0.0)
@@ -195,7 +185,7 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
             keep = choose_marginal(tree, said, active, cost, step, alpha, benefit == "paths_mean")
         tree = compact(tree, keep | (tree.live & (tree.parents < 0)))
         rows = jnp.where(active, tree.size, 0).sum()
-        price = (verify[bucket_of(jnp.maximum(rows, 1))] + drafted) / plain
+        price = (cost.verify[bucket_of(cost, jnp.maximum(rows, 1))] + drafted) / plain
         return tree, passes, inner, price, choice.speed * plain > few
 
     def propose(params, state, roots, keep_growing=None):
@@ -248,6 +238,7 @@ def _smart(method, rule, alpha, benefit, rest, buckets, room):
         observe,
         memory,
         path_only=method.observe is unchanged or method.path_only,
+        detail=method.detail,
     )
 
 

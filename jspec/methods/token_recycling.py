@@ -104,7 +104,8 @@ def _token_recycling(budget, k, depth, scope):
         return state.shared
 
     needs = Needs(depth=len(levels), top_k=k)
-    return Method("token_recycling", budget, propose, needs, init, observe=observe, memory=memory)
+    shown = {"observe": observe, "memory": memory, "detail": f"k {k}, {scope}"}
+    return Method("token_recycling", budget, propose, needs, init, **shown)
 
 
 def _template(budget, k, depth):

@@ -32,7 +32,7 @@ def tiny(tiny_model):
 @pytest.fixture
 def profile(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
-    setting = setting_of(*tiny, "abc", None, 1, 256, "width 8")
+    setting = setting_of(*tiny, "abc", None, 1, 256)
     return Profile(setting, (1, 2, 4), (0.03, 0.04, 0.06), (0.1, 0.0, 0.2), (0.001,) * 3, 0.002)
 
 
@@ -66,19 +66,20 @@ def test_a_setting_is_all_that_counts(tiny, profile):
     plan, params = tiny
     setting = profile.setting
     assert setting.device.startswith("cpu: ") and setting.dtype == "float32"
+    assert setting.detail == "ngram 8, matches 8"
     assert setting.buckets == (1, 2, 4) and setting.method == "smart(prompt_lookup)"
     others = [
-        setting_of(plan, params, "abd", None, 1, 256, "width 8"),
-        setting_of(plan, params, "abc", "head", 1, 256, "width 8"),
-        setting_of(plan, params, "abc", None, 2, 256, "width 8"),
-        setting_of(plan, params, "abc", None, 1, 512, "width 8"),
-        setting_of(plan, params, "abc", None, 1, 256, "width 9"),
+        setting_of(plan, params, "abd", None, 1, 256),
+        setting_of(plan, params, "abc", "head", 1, 256),
+        setting_of(plan, params, "abc", None, 2, 256),
+        setting_of(plan, params, "abc", None, 1, 512),
+        dataclasses.replace(setting, detail="width 9"),
         dataclasses.replace(setting, jax="0.1"),
         dataclasses.replace(setting, device="gpu: 1 x H200"),
     ]
     for sampling in (Sampling(1.0), Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=4, min_p=0.1)):
         noisy = dataclasses.replace(plan, sampling=sampling)
-        others.append(setting_of(noisy, params, "abc", None, 1, 256, "width 8"))
+        others.append(setting_of(noisy, params, "abc", None, 1, 256))
     assert others[-1].draw == "noise, top-k, min-p"
     assert len({profile_path(one) for one in [setting, *others]}) == len(others) + 1
     check_setting(profile, setting)
@@ -90,7 +91,7 @@ def test_a_setting_is_all_that_counts(tiny, profile):
     with pytest.raises(ProfileError, match=r"for device cpu: .* not for gpu: 1 x H200"):
         check_setting(profile, others[6])
     warm = dataclasses.replace(plan, sampling=Sampling(0.7))  # how warm does not matter
-    assert setting_of(warm, params, "abc", None, 1, 256, "width 8") == others[7]
+    assert setting_of(warm, params, "abc", None, 1, 256) == others[7]
 
 
 def damage(profile, path, **changes):
