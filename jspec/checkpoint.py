@@ -34,7 +34,7 @@ from jspec.heads.published import (
     to_tensors,
 )
 from jspec.models.config import read_json
-from jspec.models.load import Target
+from jspec.models.load import Target, from_hub, is_hub_id
 from jspec.models.tensors import read_tensors, sample
 
 _FILES = {"config.json", "params", "model.safetensors", "README.md"}  # what a head's folder holds
@@ -57,7 +57,7 @@ class Head:
 
 
 def load_head(name_or_path: str | Path, target: Target) -> Head:
-    """A head for a target, by the name of a shipped one or from a folder of either format.
+    """A head for a target, by the name of a shipped one, from a folder of either format, or by a hub id.
 
     Raises:
       HeadError: no such head, a damaged one, or one made for another target.
@@ -163,9 +163,12 @@ def export_head(
 
 
 def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
-    """16 hex digits over the config and 4096 evenly spaced bytes of each array."""
+    """16 hex digits over the config and 4096 evenly spaced bytes of each array, in bf16 where that holds its values."""
     digest = hashlib.sha256(repr(config).encode())
     for name, array in sorted(to_tensors(config, head).items()):
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            narrow = array.astype(jnp.bfloat16)
+            array = narrow if (narrow.astype(array.dtype) == array).all() else array
         digest.update(sample(name, np.asarray(array)))
     return digest.hexdigest()[:16]
 
@@ -175,7 +178,7 @@ def _shipped():
 
 
 def locate_head(name: str) -> Path:
-    """The folder of a head, by the name of a shipped one or by its path.
+    """The folder of a head: by the name of a shipped one, by its path, or downloaded by its hub id.
 
     Raises:
       HeadError: there is none.
@@ -188,8 +191,11 @@ def locate_head(name: str) -> Path:
         there, is_run = path.is_dir(), (path / "log.jsonl").is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
         raise HeadError(f"no head {name!r}: {error}") from None
+    if not there and is_hub_id(name) and not path.exists():
+        with as_head_error():
+            return from_hub(name)
     if not there:
-        raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+        raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder or a hub id'])}")
     if is_run:
         raise HeadError(f"{path} is a run of jspec.train: a head is {path / 'head'}, once exported")
     return path

@@ -91,6 +91,18 @@ def check_range(name: str, value: Any, low: int, high: int | None = None) -> Non
         raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
+def check_method(method: Any) -> None:
+    """Makes sure that an argument is a method.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(method, Method):
+        raise ValueError(
+            f"method must be a Method, as jspec.prompt_lookup(8) is one, got {method!r}"
+        )
+
+
 def no_state(params: Params, batch: int, capacity: int, memory: Memory) -> MethodState:
     """An ``init`` for a method that keeps nothing."""
     return MethodState()

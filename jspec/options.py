@@ -1,6 +1,7 @@
 """The options of ``python -m jspec.run``, and how they are read from the command line and from YAML."""
 
 import dataclasses
+import difflib
 import re
 import sys
 import types
@@ -44,10 +45,14 @@ class Options:
     ] = None
     head: Annotated[
         str | None,
-        "of jetspec, dflash and ddtree: a shipped draft head's name or a head's directory; "
-        "default: the shipped one that was trained on the target",
+        "of jetspec, dflash and ddtree: a shipped draft head's name, a head's directory or a hub id; "
+        "default: the shipped one that was trained on the target, of dflash the bidirectional, else the causal one",
     ] = None
-    budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
+    budget: Annotated[
+        int | None,
+        "nodes of a tree, root included; default: 4, with a head 8 (jetspec: 16, dflash: its block), "
+        "with --smart on 32",
+    ] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
         int | None,
@@ -118,6 +123,12 @@ def exit_status(work: Callable[[], None]) -> int:
     return 0
 
 
+def say(line: str) -> None:
+    """Tells a user on stderr what a command is about to spend time on."""
+    if sys.stderr is not None:
+        print(f"jspec: {line}", file=sys.stderr, flush=True)
+
+
 class Parser(jsonargparse.ArgumentParser):
     """A parser whose errors are ``ValueError``s of one line.
 
@@ -127,9 +138,24 @@ class Parser(jsonargparse.ArgumentParser):
 
     dash = "-"
 
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **keywords: Any) -> Any:
+        """As the library does; dashes and underscores mean the same in an option's name."""
+        args = sys.argv[1:] if args is None else args
+        return super().parse_args([self._spelled(arg) for arg in args], *more, **keywords)
+
+    def _spelled(self, arg):
+        name, is_, value = arg.partition("=")
+        respelled = "--" + re.sub("[-_]", self.dash, name[2:])
+        known = self._option_string_actions
+        return respelled + is_ + value if name not in known and respelled in known else arg
+
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         """Raises the error."""
-        raise ValueError(one_line(message, self.dash))
+        line = one_line(message, self.dash)
+        wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.-]+)", line)
+        if wrong and (near := difflib.get_close_matches(wrong[1], self._option_string_actions, 1)):
+            line = f"{line} (is {near[0]} meant?)"
+        raise ValueError(line)
 
 
 _load_yaml = jsonargparse.get_loader("yaml")
@@ -146,12 +172,17 @@ def _load(text: str) -> Any:
             nodes += node.value
         elif isinstance(node, yaml.MappingNode):
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if stage := next((name for name in names if name.isupper()), None):
+            given = [str(key.value) for key, value in node.value if value.value]
+            if stage := next((name for name in given if name.isupper()), None):
                 raise yaml.YAMLError(f"{stage} belongs on the command line, not into a config file")
             if twice := {name for name in names if names.count(name) > 1}:
                 raise yaml.YAMLError(f"{min(twice)} stands twice in a config file")
             nodes += [value for _, value in node.value]
-    return _load_yaml(text)
+    loaded = _load_yaml(text)
+    if not isinstance(loaded, dict):
+        return loaded
+    # --print_config writes positional arguments too, as empty ones.
+    return {name: value for name, value in loaded.items() if not str(name).isupper()}
 
 
 jsonargparse.set_loader("yaml", _load, (yaml.YAMLError,))

@@ -23,10 +23,11 @@ from jspec.cost.store import ready_profile
 from jspec.decode import decode_round
 from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
 from jspec.driver import Event
+from jspec.heads.config import HeadConfig
 from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
 from jspec.models.load import Target, load_target
-from jspec.options import Options, parse
+from jspec.options import Options, parse, say
 from jspec.picture import draw_text
 from jspec.prefill import admit
 from jspec.report import (
@@ -42,6 +43,7 @@ from jspec.state import Plan, capacity_for, new_state
 from jspec.text import (
     DEFAULT_BUDGET,
     HEAD_BUDGET,
+    JETSPEC_BUDGET,
     SMART_BUDGET,
     Typist,
     encode_prompt,
@@ -57,7 +59,7 @@ class Factory(NamedTuple):
     """How the command line makes a method, with --budget, what it calls --depth and --width, and a head's config."""
 
     make: Callable[..., Method]
-    budget: int
+    budget: int | None  # by default; None: as many as its chain needs
     names: dict[str, str]
     headed: bool = False
 
@@ -68,12 +70,19 @@ def _ar(budget: int) -> Method:
     return ar()
 
 
+def _dflash(head_config: HeadConfig, budget: int | None = None, depth: int | None = None) -> Method:
+    """With no budget given, a chain as long as the head drafts."""
+    if budget is None:
+        budget = 1 + (head_config.depth if depth is None else depth)
+    return dflash(head_config, budget, depth)
+
+
 METHODS = {
     "ar": Factory(_ar, 1, {}),
     "prompt_lookup": Factory(prompt_lookup, DEFAULT_BUDGET, {"depth": "depth", "width": "matches"}),
     "token_recycling": Factory(token_recycling, DEFAULT_BUDGET, {"depth": "depth", "width": "k"}),
-    "jetspec": Factory(jetspec, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
-    "dflash": Factory(dflash, HEAD_BUDGET, {"depth": "depth"}, headed=True),
+    "jetspec": Factory(jetspec, JETSPEC_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
+    "dflash": Factory(_dflash, None, {"depth": "depth"}, headed=True),
     "ddtree": Factory(ddtree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
 }
 
@@ -206,15 +215,17 @@ def find_method(options: Options) -> Factory:
     factory = METHODS[options.method]
     if not factory.headed and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
-    usual = SMART_BUDGET if options.smart == "on" and factory.budget > 1 else factory.budget
+    usual = SMART_BUDGET if options.smart == "on" and factory.budget != 1 else factory.budget
     budget = usual if options.budget is None else options.budget
-    check_range("--budget", budget, 1, MAX_BUDGET)
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - factory.names.keys():
         raise ValueError(f"--method {options.method} has no {min(unknown)}: leave it out")
     given = {factory.names[name]: value for name, value in given.items()}
-    return factory._replace(make=partial(factory.make, budget=budget, **given), budget=budget)
+    if budget is not None:
+        check_range("--budget", budget, 1, MAX_BUDGET)
+        given["budget"] = budget
+    return factory._replace(make=partial(factory.make, **given), budget=budget)
 
 
 def read_all(options: Options) -> list[Prompt]:
@@ -237,8 +248,10 @@ def read_all(options: Options) -> list[Prompt]:
 def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
-    if sys.stderr is not None and sys.stderr.isatty():
-        print("compiling, or reading what an earlier start compiled", file=sys.stderr)
+    room = job.target.config.max_positions
+    if max(map(len, job.ids)) + options.max_new_tokens > room:
+        say(f"answers end where the target's context of {room} tokens does, if not before")
+    say("compiling, or reading what an earlier start compiled")
     if options.smart == "on":
         job = add_costs(job)
     if options.tree:

@@ -12,7 +12,7 @@ from jspec.checkpoint import Head
 from jspec.cost.profile import setting_of
 from jspec.cost.store import ready_profile
 from jspec.driver import Finished, decode_all
-from jspec.method import Memory, Method, check_range
+from jspec.method import Memory, Method, check_method, check_range
 from jspec.methods import ddtree, prompt_lookup
 from jspec.methods import smart as combine
 from jspec.models.load import Target
@@ -23,7 +23,10 @@ from jspec.stopping import cut_at, stop_table
 
 # Nodes of a tree where the user names no number.
 DEFAULT_BUDGET = 4  # the best of 4, 16 and 64 on two cores (experiments/baselines)
-HEAD_BUDGET = 8  # of methods with a head; to be replaced by the best one in experiments/jetspec
+HEAD_BUDGET = 8  # of ddtree
+JETSPEC_BUDGET = (
+    16  # with 8 its trees are stars: the root gets 7 children before another node gets any
+)
 SMART_BUDGET = 32  # where smart chooses among them
 
 
@@ -95,7 +98,9 @@ def generate_text(
       ValueError: an argument out of range, what is no prompt, or one that does not fit the target's context.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    method = method or default_method(head, SMART_BUDGET if smart else None)
+    if method is None:
+        method = default_method(head, SMART_BUDGET if smart else None)
+    check_method(method)
     method = combine(method) if smart else method
     plan = Plan(target.config, method, sampling, attention=attention)
     params = {"target": target.params} | ({} if head is None else {"head": head.params})

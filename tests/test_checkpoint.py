@@ -13,6 +13,7 @@ from jspec import checkpoint
 from jspec.checkpoint import export_head, head_fingerprint, load_head, read_head, save_head
 from jspec.heads.config import HeadError
 from jspec.heads.parallel import draft_table, empty_cache
+from jspec.models.config import TargetError
 from jspec.models.load import load_target
 from tests.heads.samples import config, head_and_target
 
@@ -75,6 +76,28 @@ def test_the_two_formats_are_one_head(tmp_path, target):
         jnp.dtype("float32"),
         jnp.dtype("int32"),
     }
+
+
+def test_a_fingerprint_outlives_a_change_of_dtype(tmp_path, target):
+    head, _ = head_and_target(NARROW)
+    export_head(tmp_path / "a", NARROW, head)
+    first = load_head(tmp_path / "a", target)  # in fp32, as the target
+    save_head(tmp_path / "b", NARROW, first.params)
+    assert load_head(tmp_path / "b", target).fingerprint == first.fingerprint
+
+
+def test_a_head_comes_from_the_hub(tmp_path, target, monkeypatch):
+    head, _ = head_and_target(NARROW)
+    export_head(tmp_path / "a", NARROW, head)
+    monkeypatch.setattr(checkpoint, "from_hub", lambda name: tmp_path / name.split("/")[1])
+    assert load_head("org/a", target).fingerprint == load_head(tmp_path / "a", target).fingerprint
+
+    def offline(name):
+        raise TargetError(f"cannot get {name} from the model hub")
+
+    monkeypatch.setattr(checkpoint, "from_hub", offline)
+    with pytest.raises(HeadError, match="cannot get org/b from the model hub"):
+        load_head("org/b", target)
 
 
 def test_the_fingerprint_tells_heads_apart():

@@ -313,6 +313,9 @@ def test_the_built_in_prompts_and_bf16(command):
 
 def test_a_config_file_and_overrides(tmp_path):
     path = tmp_path / "run.yaml"
+    assert parse(["--max_new_tokens=5", "--top_p", "0.5"]) == parse(
+        ["--max-new-tokens", "5", "--top-p=0.5"]
+    )
     path.write_text("budget: 7\nsmart: off\nstop: [a, b]\nbaseline: false\nmax_new_tokens: 5\n")
     chosen = parse(["--config", str(path), "--budget", "9", "--baseline"])
     assert chosen == Options(budget=9, stop=("a", "b"), max_new_tokens=5)
@@ -333,6 +336,7 @@ BAD = {
     "an unknown option": (["--bugdet", "3"], "--bugdet"),
     "a word too many": (["hello"], "hello"),
     "an option without its value": (["--budget"], "--budget: expected one argument"),
+    "a typing error": (["--metod", "ar"], "--metod ar (is --method meant?)"),
     "no number": (["--budget", "many"], "--budget: expected a whole number, got many"),
     "half a node": (["--budget", "1.5"], "--budget: expected a whole number, got 1.5"),
     "budget 0": (["--budget", "0"], "--budget must be in 1..512, got 0"),

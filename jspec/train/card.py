@@ -68,7 +68,7 @@ def model_card(
         f"# A {method} head for {options.target}",
         "",
         f"Trained with jspec. `python -m jspec.run --target {options.target} "
-        f"--method {method.lower()} --head DIR` decodes with it; DIR is this folder.",
+        "--head DIR` decodes with it; DIR is this folder.",
         "",
         *_table(facts),
         "",

@@ -125,6 +125,26 @@ def _check(name, value, default):
         raise ValueError(f"--{name} must not be null: leave it out")
 
 
+def _instantiate(parser, given):
+    """The options as dataclasses; where a group's values are refused, the error names the group."""
+    try:
+        return parser.instantiate(given)
+    except ValueError as error:
+        for field in dataclasses.fields(TrainOptions):
+            if isinstance(given[field.name], jsonargparse.Namespace):
+                values = {k: _frozen(v) for k, v in given[field.name].as_dict().items()}
+                try:
+                    field.default_factory(**values)
+                except ValueError as same:
+                    if str(same) == str(error):
+                        raise ValueError(f"--{field.name}.{error}") from None
+        raise
+
+
+def _frozen(value):
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
 def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, ...]]:
     """The options, and the stages that are asked for: all of them by default.
 
@@ -146,7 +166,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
         given = parser.parse_args(argv)
         for field in dataclasses.fields(TrainOptions):
             _check(field.name, given[field.name], getattr(TrainOptions(), field.name))
-        chosen = parser.instantiate(given)
+        chosen = _instantiate(parser, given)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
     stages = tuple(chosen.STAGE)

@@ -15,6 +15,7 @@ from jspec.heads.parallel import with_draft_ids
 from jspec.methods import ddtree, dflash
 from jspec.models.config import read_json
 from jspec.models.load import Target
+from jspec.options import say
 from jspec.state import Plan
 from jspec.train.card import model_card
 from jspec.train.corpus import store_answers
@@ -80,6 +81,7 @@ def write_library(options: TrainOptions, target: Target) -> None:
         bars[what].set_postfix_str(f"{new / seconds:.0f} tokens/s", refresh=False)
         bars[what].update()
 
+    say(f"text goes into {options.library}; the first takes a while, since programs are compiled")
     make = store_answers if config.answers == "given" else write_text
     with only_one(Path(options.library)), contextlib.ExitStack() as open_bars:
         make(target, config, Path(options.library), library_taps(options, target), given, progress)

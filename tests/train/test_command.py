@@ -338,8 +338,8 @@ OPTIONS = {
     "nothing for a name": ({"target": None}, "--target must not be null"),
     "an unknown loss": ({"loss": {"kind": "mse"}}, "--loss.kind: expected one of ce, fkl, rkl"),
     "an endless rate": ({"optim": {"learning_rate": float("inf")}}, "learning_rate must be finite"),
-    "a seed below 0": ({"batch": {"seed": -1}}, "seed must be in 0.."),
-    "a large seed": ({"text": {"seed": 1 << 40}}, "seed must be in 0.."),
+    "a seed below 0": ({"batch": {"seed": -1}}, "--batch.seed must be in 0.."),
+    "a large seed": ({"text": {"seed": 1 << 40}}, "--text.seed must be in 0.."),
     "a run without a name": ({"run": ""}, "run must not be empty"),
     "a list": ([1], "config"),
     "a stage": ({"stages": ["text"]}, "'stages' is not accepted"),
@@ -533,7 +533,16 @@ def test_the_module_is_a_command(tmp_path):
     process = start(tmp_path, "-m", "jspec.train", "--optim.steps", "0")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err == "jspec: error: steps must be 1 or above, got 0\n"
+    assert err == "jspec: error: --optim.steps must be 1 or above, got 0\n"
+
+
+def test_what_print_config_prints_is_a_config(tmp_path, capsys):
+    given = ["--optim.steps=7", "--text.max-new-tokens", "9"]
+    with pytest.raises(SystemExit):
+        parse([*given, "--print_config"])
+    path = tmp_path / "all.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert parse(["--config", str(path), "head"]) == (parse(given)[0], ("head",))
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/train").glob("*.yaml")), ids=lambda p: p.stem)
