@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from jaxtyping import DTypeLike
+from safetensors import SafetensorError
 from safetensors.flax import save_file
 
 from jspec.heads.config import HeadConfig, HeadError, check_pair
@@ -125,8 +126,11 @@ def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -
     check_place(Path(folder))
 
     def write(path):
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((path / "params").absolute(), head)
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save((path / "params").absolute(), head)
+        except ValueError as error:  # so orbax says that a disk is full
+            raise OSError(str(error).splitlines()[0]) from None
 
     _write(Path(folder), config, jnp.dtype(head["fc"].dtype).name, write)
 
@@ -144,9 +148,11 @@ def export_head(
       folder: made where need be.
       config: the head's.
       head: see ``jspec.heads.parallel``.
-      dtype: of the weights in the file.
+      dtype: of the weights in the file; a floating one.
       card: what the README.md beside it says; None: there is none.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating one, got {jnp.dtype(dtype).name}")
     head = _own(config, head)
 
     def cast(x):
@@ -217,6 +223,8 @@ def _own(config, head):
     """What is stored of a head, if it is all that there should be."""
     head = {name: x for name, x in head.items() if name != "lm_head"}
     _check_shapes(_by_name(head), config, "the head's arrays")
+    if config.draft_vocab_size is not None:
+        _check_draft_ids(config, np.asarray(head["draft_ids"]))
     return head
 
 
@@ -302,7 +310,9 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
     A kill at any moment leaves the old folder or the new one, under its name or, between two renames, as ``.NAME.old``.
     """
     folder = folder.resolve()  # a link goes on pointing to it
-    work, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
+    work, old = (
+        folder.with_name(f".{folder.name}.{what}") for what in (f"{os.getpid()}.partial", "old")
+    )
     if old.is_dir() and not folder.exists():
         os.replace(old, folder)  # a kill came between the two renames
     if folder.exists():
@@ -314,7 +324,7 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
             raise HeadError(f"{folder} holds more than a head ({more[0]}): give another") from None
     text = json.dumps(config_to_json(config, dtype), indent=2)
     try:
-        shutil.rmtree(work, ignore_errors=True)
+        _clear(folder)
         shutil.rmtree(old, ignore_errors=True)
         work.mkdir(parents=True)
         (work / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -328,7 +338,22 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
                 os.replace(old, folder)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise HeadError(f"{folder} cannot be written: {error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _clear(folder: Path) -> None:
+    """Takes away what processes that were killed have left behind of a folder."""
+    if not folder.parent.is_dir():
+        return
+    for path in folder.parent.iterdir():
+        head, _, pid = path.name.removesuffix(".partial").rpartition(".")
+        if path.name.endswith(".partial") and head == f".{folder.name}" and pid.isdigit():
+            try:
+                os.kill(int(pid), 0)
+            except (ProcessLookupError, OverflowError):
+                shutil.rmtree(path, ignore_errors=True)
+            except OSError:
+                pass  # it lives, and is another user's

@@ -104,10 +104,10 @@ def generate_text(
     method = combine(method) if smart else method
     plan = Plan(target.config, method, sampling, attention=attention)
     params = {"target": target.params} | ({} if head is None else {"head": head.params})
-    stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(map(is_text, stop)):
+    stop = (stop,) if isinstance(stop, str) else stop or ()
+    if not isinstance(stop, Sequence) or not all(map(is_text, stop)):
         raise ValueError(f"stop must be texts, got {stop!r}")
-    asked = _as_prompts(prompts)
+    stop, asked = tuple(stop), _as_prompts(prompts)
     ids = [encode_prompt(target, prompt) for prompt in asked]
     stops = target_stops(target, stop)
     if smart and method.budget > 1:
@@ -133,6 +133,8 @@ def generate_text(
 def _as_prompts(prompts) -> list[Prompt]:
     """A list of prompts, whichever way they were given."""
     single = isinstance(prompts, str | Prompt | dict)
+    if not (single or isinstance(prompts, Sequence)):
+        raise ValueError(f"prompts must be texts or messages, got {prompts!r}")
     if single or (prompts and all(isinstance(one, dict) for one in prompts)):
         prompts = [prompts]
     return [_as_prompt(prompt, str(number)) for number, prompt in enumerate(prompts, 1)]

@@ -1,11 +1,14 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tiny_target import write_target
 
@@ -136,19 +139,48 @@ def test_a_head_is_replaced_by_another_but_nothing_else_is(tmp_path, write):
     assert os.listdir(other) == ["config.json"]
 
 
-@WRITERS
-def test_a_failed_write_leaves_what_was_there(tmp_path, write, monkeypatch):
+def test_what_is_no_head_is_not_written(tmp_path):
+    head, _ = head_and_target(NARROW)
+    with pytest.raises(ValueError, match="dtype must be a floating one, got int8"):
+        export_head(tmp_path / "head", NARROW, head, jnp.int8)
+    for write in (save_head, export_head):
+        with pytest.raises(HeadError, match="draft_ids must ascend"):
+            write(tmp_path / "head", NARROW, head | {"draft_ids": head["draft_ids"][::-1]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_write_left_behind_goes(tmp_path):
+    head, _ = head_and_target(NARROW)
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    for name in (f".head.{gone.pid}.partial", ".head.1.partial", ".other.1.partial"):
+        (tmp_path / name).mkdir()
+    export_head(tmp_path / "head", NARROW, head)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".head.1.partial", ".other.1.partial", "head"]  # process 1 lives
+
+
+@pytest.mark.parametrize(
+    ("write", "error"),
+    [
+        (as_native, OSError("No space left on device")),
+        (as_native, ValueError("RESOURCE_EXHAUSTED: No space left\nand more")),
+        (export_head, OSError("No space left on device")),
+        (export_head, SafetensorError("I/O error: No space left on device")),
+    ],
+)
+def test_a_failed_write_leaves_what_was_there(tmp_path, write, monkeypatch, error):
     first, _ = head_and_target(FULL, seed=0)
     second, _ = head_and_target(FULL, seed=1)
     write(tmp_path / "head", FULL, first, jnp.float32)
 
     def full(*_):
-        raise OSError("No space left on device")
+        raise error
 
     monkeypatch.setattr(checkpoint.ocp.StandardCheckpointer, "save", full)
     monkeypatch.setattr(checkpoint, "save_file", full)
     for name in ("head", "new"):
-        with pytest.raises(HeadError, match="cannot be written: No space left"):
+        with pytest.raises(HeadError, match="cannot be written: .*No space left"):
             write(tmp_path / name, FULL, second, jnp.float32)
     assert os.listdir(tmp_path) == ["head"]
     assert_same(read_head(tmp_path / "head")[1], first)

@@ -1,6 +1,7 @@
 """What a draft head is: its sizes, what it reads of its target, and whether the two fit."""
 
 import dataclasses
+import math
 
 from jspec.method import MAX_BUDGET
 from jspec.models.config import ModelConfig, RopeScaling
@@ -55,7 +56,15 @@ class HeadConfig:
     target_fingerprint: str | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "windows", tuple(self.windows) or (None,) * self.num_layers)
+        for field in ("taps", "windows"):  # lists would not be hashable
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        whole = [f.name for f in dataclasses.fields(self) if f.type is int]
+        for name in whole:
+            if not isinstance(getattr(self, name), int):
+                raise HeadError(
+                    f"the head's {name} must be a whole number, got {getattr(self, name)!r}"
+                )
+        object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
         sizes = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "target_layers", "vocab_size"):
             if not 1 <= getattr(self, name) <= _LARGEST:
@@ -68,8 +77,8 @@ class HeadConfig:
             )
         if self.head_dim % 2:
             raise HeadError(f"the head's head_dim must be even, got {self.head_dim}")
-        if self.norm_eps <= 0 or self.rope_theta <= 0:
-            raise HeadError("the head's norm_eps and rope_theta must be positive")
+        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
+            raise HeadError("the head's norm_eps and rope_theta must be positive and finite")
         if not 2 <= self.block_size <= MAX_BUDGET:
             raise HeadError(f"block_size must be in 2..{MAX_BUDGET}, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:

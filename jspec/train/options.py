@@ -96,6 +96,7 @@ class TrainOptions:
                 raise ValueError(f"{name} must not be empty")
         for name in ("library", "run"):  # a shell expands "~" only where it stands alone
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        object.__setattr__(self, "also", tuple(map(os.path.expanduser, self.also)))
         if self.loss.kind != "ce" and self.keep_taps and not self.teacher:
             raise ValueError(
                 f"teacher must be true for a {self.loss.kind} loss, or keep_taps false"

@@ -92,6 +92,9 @@ def _check_places(options: TrainOptions) -> None:
         path = Path(getattr(options, name))
         if path.exists() and not path.is_dir():
             raise ValueError(f"{name} must be a folder, {path} is a file")
+    for name in options.also:
+        if not (Path(name) / "text.json").is_file():
+            raise ValueError(f"also: {name} is no library of text: write it first")
     check_place(Path(options.run))
 
 
@@ -138,7 +141,11 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
 
 
 def _open_run(
-    origin: Origin | None, options: TrainOptions, config: HeadConfig, target: Target
+    origin: Origin | None,
+    options: TrainOptions,
+    config: HeadConfig,
+    target: Target,
+    keep_record: bool = True,
 ) -> Trainer:
     folder = Path(options.run)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
@@ -180,7 +187,8 @@ def _open_run(
         as_params=as_params,
         init=origin and origin.weights,
     )
-    write_record(folder, record)  # not before all was found to be in order
+    if keep_record:
+        write_record(folder, record)  # not before all was found to be in order
     return run
 
 
@@ -194,11 +202,20 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
     Raises:
       ValueError: as ``open_run``.
     """
-    run = open_run(options, target)
-    done = int(run.state.step)
-    with tqdm(total=options.optim.steps, initial=done, unit=" steps", desc="head") as bar:
+    _check_places(options)
+    started = _start(options, target)
+    with only_one(Path(options.run)):  # before its record is looked at, or written
+        run = _open_run(*started, target)
+        _train(run, options.optim.steps)
+    draw_curves(Path(options.run))
+    return run
 
-        def say(row):
+
+def _train(run: Trainer, steps: int) -> None:
+    """Trains to the end, with progress on stderr."""
+    with tqdm(total=steps, initial=int(run.state.step), unit=" steps", desc="head") as bar:
+
+        def tell(row):
             bar.update(row["step"] - bar.n)
             held_out = (
                 f"held-out acceptance length {row['tree']:.3f} (tree), {row['chain']:.3f} (chain)"
@@ -209,10 +226,7 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
             speed = f"{row['slots_per_second']:.0f} slots/s"
             bar.write(f"step {row['step']}: loss {row['loss']:.3f}, {held_out}, {speed}")
 
-        with only_one(Path(options.run)):
-            run.run(say=say, tick=bar.update)
-    draw_curves(Path(options.run))
-    return run
+        run.run(say=tell, tick=bar.update)
 
 
 def export_trained(options: TrainOptions, target: Target) -> Path:
@@ -225,7 +239,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         raise ValueError(f"{options.run} has no checkpoint yet")
     _check_places(options)
     origin, options, config = _start(options, target)
-    run = _open_run(origin, options, config, target)
+    run = _open_run(origin, options, config, target, keep_record=False)
     best = run.best_state()
     folder = Path(options.run) / "head"
     head, dtype = run.as_params(best.head), jnp.bfloat16

@@ -338,6 +338,10 @@ OPTIONS = {
     "nothing for a name": ({"target": None}, "--target must not be null"),
     "an unknown loss": ({"loss": {"kind": "mse"}}, "--loss.kind: expected one of ce, fkl, rkl"),
     "an endless rate": ({"optim": {"learning_rate": float("inf")}}, "learning_rate must be finite"),
+    "a tree of one node": (
+        {"optim": {"eval_budget": 1}},
+        "--optim.eval_budget must be 2 or above, got 1",
+    ),
     "a seed below 0": ({"batch": {"seed": -1}}, "--batch.seed must be in 0.."),
     "a large seed": ({"text": {"seed": 1 << 40}}, "--text.seed must be in 0.."),
     "a run without a name": ({"run": ""}, "run must not be empty"),
@@ -366,6 +370,7 @@ NO_HEAD = {
         ["--head.draft_vocab_size", "65"],
         "draft_vocab_size must be in 1..64, got 65",
     ),
+    "no further text": (["--also=[no/such]"], "also: no/such is no library of text"),
     "no target": (["--target", "nowhere"], "no target 'nowhere'"),
     "no stage": (["heads"], "no stage 'heads': there are text, head, export"),
     "no prompts": (["--text.prompts", "config.yaml/x"], "cannot read prompts from config.yaml/x"),
@@ -421,6 +426,24 @@ def test_a_library_with_nothing_to_learn(copy, target, capsys):
 def test_another_config_is_not_gone_on_with(copy, target, capsys, argv, says):
     before = everything(copy)
     assert_refused(capsys, arguments(copy, target, *argv), says)
+    assert everything(copy) == before
+
+
+def test_a_run_in_another_process_keeps_its_record(copy, target, capsys):
+    """Before its first checkpoint the record alone says whose run it is."""
+    shutil.rmtree(copy / "run" / "last")
+    shutil.rmtree(copy / "run" / "best")
+    before = everything(copy)
+    with only_one(copy / "run"):
+        argv = arguments(copy, target, "head", "--optim.learning_rate", "0.5")
+        assert_refused(capsys, argv, "run is being written by another process")
+    assert everything(copy) == before
+
+
+def test_a_library_without_its_record(copy, target, capsys):
+    (copy / "library" / "text.json").unlink()
+    before = everything(copy)
+    assert_refused(capsys, arguments(copy, target, "text"), "library has lost its text.json")
     assert everything(copy) == before
 
 
