@@ -180,7 +180,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, write, monkeypatch, erro
     monkeypatch.setattr(checkpoint.ocp.StandardCheckpointer, "save", full)
     monkeypatch.setattr(checkpoint, "save_file", full)
     for name in ("head", "new"):
-        with pytest.raises(HeadError, match="cannot be written: .*No space left"):
+        with pytest.raises(HeadError, match=r"cannot be written: .*No space left"):
             write(tmp_path / name, FULL, second, jnp.float32)
     assert os.listdir(tmp_path) == ["head"]
     assert_same(read_head(tmp_path / "head")[1], first)
