@@ -74,20 +74,31 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     return Head(config, params, str(name_or_path), fingerprint)
 
 
-def shipped_head(target: Target, causal: bool) -> str | None:
+def shipped_head(target: Target, causal: bool, corrected: bool = False) -> str | None:
     """The name of a shipped head that was trained on a target; None where there is none.
 
     Args:
       target: compared by fingerprint.
       causal: which kind is taken where there are both.
+      corrected: one with a correction is wanted, or one without.
     """
     fitting = {}
     for name in _shipped():
-        with as_head_error():
-            config = config_from_json(read_json(SHIPPED / name / "config.json"))
-        if config.target_fingerprint == target.fingerprint:
+        config = read_config(name)
+        fits = corrected == (config.correction is not None)
+        if fits and config.target_fingerprint == target.fingerprint:
             fitting.setdefault(config.causal, name)
     return fitting.get(causal, fitting.get(not causal))
+
+
+def read_config(name_or_path: str | Path) -> HeadConfig:
+    """The config of a head, by the name of a shipped one or from a folder.
+
+    Raises:
+      HeadError: no such head, or a config that none can have.
+    """
+    with as_head_error():
+        return config_from_json(read_json(locate_head(str(name_or_path)) / "config.json"))
 
 
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:

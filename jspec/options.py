@@ -39,20 +39,20 @@ class Options:
     mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
     method: Annotated[
         str | None,
-        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree; "
-        "default: ddtree if there is a head for it, else prompt_lookup",
+        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash, ddtree, domino, dartree or "
+        "dartree_fixed; default: with a head ddtree, or dartree if it has a correction, else prompt_lookup",
     ] = None
     head: Annotated[
         str | None,
-        "of jetspec, dflash and ddtree: a shipped draft head's name or a head's directory; "
-        "default: the shipped one that was trained on the target",
+        "of jetspec, dflash and ddtree, and of domino and dartree, which need one with a correction: a shipped draft "
+        "head's name or a head's directory; default: the shipped one that was trained on the target",
     ] = None
     budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
         int | None,
         "matches of prompt_lookup, successors of token_recycling, children of a node of jetspec, "
-        "candidates of a slot of ddtree; default: the method's",
+        "candidates of a slot of ddtree, nodes of a depth of dartree; default: the method's",
     ] = None
     smart: Annotated[
         Switch, "on: verify only the nodes that pay; measures the machine the first time"

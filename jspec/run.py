@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, load_head, shipped_head
+from jspec.checkpoint import Head, load_head, read_config, shipped_head
 from jspec.comparison import Comparison
 from jspec.cost.profile import Profile, Setting, setting_of
 from jspec.cost.store import ready_profile
@@ -24,7 +24,17 @@ from jspec.decode import decode_round
 from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
 from jspec.driver import Event
 from jspec.method import MAX_BUDGET, Method, check_range
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
+from jspec.methods import (
+    ar,
+    dartree,
+    ddtree,
+    dflash,
+    domino,
+    jetspec,
+    prompt_lookup,
+    smart,
+    token_recycling,
+)
 from jspec.models.load import Target, load_target
 from jspec.options import Options, parse
 from jspec.picture import draw_text
@@ -59,7 +69,8 @@ class Factory(NamedTuple):
     make: Callable[..., Method]
     budget: int
     names: dict[str, str]
-    headed: bool = False
+    headed: bool = False  # it drafts with a head
+    corrected: bool = False  # and with one that has a correction
 
 
 def _ar(budget: int) -> Method:
@@ -75,6 +86,11 @@ METHODS = {
     "jetspec": Factory(jetspec, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
     "dflash": Factory(dflash, HEAD_BUDGET, {"depth": "depth"}, headed=True),
     "ddtree": Factory(ddtree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
+    "domino": Factory(domino, HEAD_BUDGET, {"depth": "depth"}, True, True),
+    "dartree": Factory(dartree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, True, True),
+    "dartree_fixed": Factory(
+        partial(dartree, variant="fixed"), HEAD_BUDGET, {"depth": "depth"}, True, True
+    ),
 }
 
 
@@ -182,11 +198,12 @@ def choose(options: Options, target: Target) -> Options:
     """
     method = options.method
     if method is None:
-        headed = options.head is not None or shipped_head(target, causal=True) is not None
-        method = "ddtree" if headed else "prompt_lookup"
+        name = options.head or shipped_head(target, causal=True)
+        corrected = name is not None and read_config(name).correction is not None
+        method = "prompt_lookup" if name is None else "dartree" if corrected else "ddtree"
     head = options.head
     if head is None and METHODS[method].headed:
-        head = shipped_head(target, causal=method != "dflash")
+        head = shipped_head(target, method != "dflash", METHODS[method].corrected)
         if head is None:
             raise ValueError(
                 f"--method {method} drafts with a head, and none is shipped for this target: "
