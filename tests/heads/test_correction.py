@@ -256,7 +256,9 @@ def test_rows_do_not_see_each_other():
         assert paths_of(tree, 0).keys() == paths_of(whole, row).keys()
 
 
-@pytest.mark.parametrize("factory", [domino, dartree, partial(dartree, variant="fixed")])
+@pytest.mark.parametrize(
+    "factory", [domino, partial(dartree, width=8), partial(dartree, variant="fixed")]
+)
 def test_a_row_that_should_not_grow_stops_and_its_levels_are_not_drafted(factory):
     kind = DOMINOS["domino"]
     *_, (head, target, cache, _, roots) = all_rounds(kind)
