@@ -84,21 +84,24 @@ def shipped_head(target: Target, causal: bool, corrected: bool = False) -> str |
     """
     fitting = {}
     for name in _shipped():
-        config = read_config(name)
+        config = _config_in(SHIPPED / name)
         fits = corrected == (config.correction is not None)
         if fits and config.target_fingerprint == target.fingerprint:
             fitting.setdefault(config.causal, name)
     return fitting.get(causal, fitting.get(not causal))
 
 
-def read_config(name_or_path: str | Path) -> HeadConfig:
-    """The config of a head, by the name of a shipped one or from a folder.
+def is_corrected(name_or_path: str | Path) -> bool:
+    """Whether a head has a correction; False where there is no head to be read, which loading it will say."""
+    try:
+        return _config_in(locate_head(str(name_or_path))).correction is not None
+    except HeadError:
+        return False
 
-    Raises:
-      HeadError: no such head, or a config that none can have.
-    """
+
+def _config_in(folder):
     with as_head_error():
-        return config_from_json(read_json(locate_head(str(name_or_path)) / "config.json"))
+        return config_from_json(read_json(folder / "config.json"))
 
 
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
@@ -107,8 +110,8 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     Raises:
       HeadError: what is there is no head, or a damaged one.
     """
+    config = _config_in(folder)
     with as_head_error():
-        config = config_from_json(read_json(folder / "config.json"))
         if (folder / "params").is_dir():
             found = _restore(folder / "params", config)
         else:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, load_head, read_config, shipped_head
+from jspec.checkpoint import Head, is_corrected, load_head, shipped_head
 from jspec.comparison import Comparison
 from jspec.cost.profile import Profile, Setting, setting_of
 from jspec.cost.store import ready_profile
@@ -199,8 +199,8 @@ def choose(options: Options, target: Target) -> Options:
     method = options.method
     if method is None:
         name = options.head or shipped_head(target, causal=True)
-        corrected = name is not None and read_config(name).correction is not None
-        method = "prompt_lookup" if name is None else "dartree" if corrected else "ddtree"
+        tree = "dartree" if name is not None and is_corrected(name) else "ddtree"
+        method = "prompt_lookup" if name is None else tree
     head = options.head
     if head is None and METHODS[method].headed:
         head = shipped_head(target, method != "dflash", METHODS[method].corrected)

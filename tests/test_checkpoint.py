@@ -13,8 +13,8 @@ from jspec import checkpoint
 from jspec.checkpoint import (
     export_head,
     head_fingerprint,
+    is_corrected,
     load_head,
-    read_config,
     read_head,
     save_head,
     shipped_head,
@@ -111,7 +111,7 @@ def test_a_shipped_head_is_one_for_its_methods(tmp_path, target, monkeypatch):
         export_head(tmp_path / name, kind, head_and_target(kind)[0])
     assert shipped_head(target, causal=True) == "b"
     assert shipped_head(target, causal=False, corrected=True) == "a"
-    assert read_config("a").correction == DOMINO.correction
+    assert (is_corrected("a"), is_corrected("b"), is_corrected("elsewhere")) == (True, False, False)
 
 
 def test_a_loaded_head_drafts_with_the_target_s_rows(tmp_path, target):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.cost.table import make_cost
 from jspec.decode import advance, propose
 from jspec.driver import decode_all, outcome
 from jspec.heads.config import Correction, config_for
@@ -225,9 +226,7 @@ def test_a_correction_that_knows_the_text_is_accepted_whole(
 
 def test_smart_stops_levels_that_do_not_pay(paired):
     """Its predicate reaches the drafter: levels that cost a fortune are not drafted."""
-    from jspec.cost.table import make_cost
-
-    plan, head, params = paired("pruned")
+    plan, _, params = paired("pruned")
     plan = dataclasses.replace(plan, method=smart(plan.method, buckets=(1, 16), rest=False))
     times = {"cheap": (1e-4,) * BLOCK, "dear": (1e-4, *(1e3 * i for i in range(1, BLOCK)))}
     passes = {}
