@@ -27,6 +27,7 @@ def corrected(
     keep: int,
     limits: tuple[int, ...] | None = None,
     depth_penalty: float = 0.0,
+    detail: str = "",
 ) -> Method:
     """Drafts level by level with ``params["head"]``; its rows of state are the head's cache.
 
@@ -39,6 +40,7 @@ def corrected(
       keep: nodes of a level, at most; all of them are expanded.
       limits: of each level, where they differ.
       depth_penalty: of ``select``, where the levels hold more nodes than the budget.
+      detail: see ``Method``.
 
     Raises:
       ValueError: a head without a correction.
@@ -48,11 +50,12 @@ def corrected(
             f"{name} drafts with a head that has Domino's correction, and this one has none: "
             "it is one for jetspec, dflash and ddtree"
         )
-    return _corrected(name, scorer, head_config, budget, depth, keep, limits, float(depth_penalty))
+    shape = keep, limits, float(depth_penalty)
+    return _corrected(name, scorer, head_config, budget, depth, *shape, detail)
 
 
 @functools.cache
-def _corrected(name, scorer, head_config, budget, depth, keep, limits, depth_penalty):
+def _corrected(name, scorer, head_config, budget, depth, keep, limits, depth_penalty, detail):
     def propose(params, state, roots, keep_growing=None):
         head, target, batch = params["head"], params["target"], roots.shape[0]
         hidden = draft_block(head_config, head, target, state.rows, roots, depth)
@@ -73,4 +76,4 @@ def _corrected(name, scorer, head_config, budget, depth, keep, limits, depth_pen
             tree = select(tree, budget, depth_penalty)
         return Proposal(tree, passes=levels), state
 
-    return head_reader(name, propose, head_config, budget, depth)
+    return head_reader(name, propose, head_config, budget, depth, detail)

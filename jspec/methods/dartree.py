@@ -49,18 +49,21 @@ def dartree(
     nodes = budget - 1
     shares = tuple(_shares(nodes, depth))
     most = shares[0] if shares else 1
-    scorer = _scorer(min(candidates, head_config.draft_vocab_size or head_config.vocab_size))
+    candidates = min(candidates, head_config.draft_vocab_size or head_config.vocab_size)
+    drafts = _scorer(candidates), head_config, budget, depth
     if variant == "fixed":
         if width is not None or depth_penalty is not None:
             raise ValueError("the fixed variant has no width and no depth_penalty: leave them out")
-        return corrected("dartree_fixed", scorer, head_config, budget, depth, most, shares)
+        detail = f"candidates {candidates}"
+        return corrected("dartree_fixed", *drafts, most, shares, detail=detail)
     width = max(_WIDTH, 3 * most) if width is None else width
     check_range("width", width, 1)
     penalty = _PENALTY if depth_penalty is None else depth_penalty
     if not 0 <= penalty < float("inf"):
         raise ValueError(f"depth_penalty must be finite and 0 or above, got {penalty!r}")
     width = min(width, max(nodes, 1))
-    return corrected("dartree", scorer, head_config, budget, depth, width, depth_penalty=penalty)
+    detail = f"width {width}, candidates {candidates}"
+    return corrected("dartree", *drafts, width, depth_penalty=penalty, detail=detail)
 
 
 def _shares(nodes, depth):

@@ -67,11 +67,16 @@ def _one_pass(name, build, head_config, budget, depth, width):
         )
         return Proposal(build(*table, roots, budget), passes=1), state
 
-    return head_reader(name, propose, head_config, budget, depth)
+    return head_reader(name, propose, head_config, budget, depth, f"width {width}")
 
 
 def head_reader(
-    name: str, propose: Callable[..., Any], head_config: HeadConfig, budget: int, depth: int
+    name: str,
+    propose: Callable[..., Any],
+    head_config: HeadConfig,
+    budget: int,
+    depth: int,
+    detail: str,
 ) -> Method:
     """A method whose rows of state are the cache of ``params["head"]``; with a budget of 1 it is ``ar``.
 
@@ -81,6 +86,7 @@ def head_reader(
       head_config: of the head.
       budget: most nodes, root included.
       depth: of the deepest node.
+      detail: see ``Method``.
     """
     if budget == 1:
         return ar()._replace(name=name)
@@ -96,4 +102,4 @@ def head_reader(
         return MethodState(rows=read_context(head_config, params["head"], state.rows, taps, counts))
 
     needs = Needs(depth=depth, taps=head_config.taps)
-    return Method(name, budget, propose, needs, init, absorb, detail=f"width {width}")
+    return Method(name, budget, propose, needs, init, absorb, detail=detail)

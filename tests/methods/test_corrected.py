@@ -227,11 +227,11 @@ def test_a_correction_that_knows_the_text_is_accepted_whole(
 def test_smart_stops_levels_that_do_not_pay(paired):
     """Its predicate reaches the drafter: levels that cost a fortune are not drafted."""
     plan, _, params = paired("pruned")
-    plan = dataclasses.replace(plan, method=smart(plan.method, buckets=(1, 16), rest=False))
+    plan = dataclasses.replace(plan, method=smart(plan.method, rest=False), buckets=(1, 16))
     times = {"cheap": (1e-4,) * BLOCK, "dear": (1e-4, *(1e3 * i for i in range(1, BLOCK)))}
     passes = {}
     for name, draft in times.items():
-        cost = {"cost": make_cost((1, 16, 32), (0.03, 0.031, 0.032), draft)}
+        cost = {"cost": make_cost((1, 16), (0.03, 0.031), draft)}
         done, stream = decode(plan, params | cost, prompts([11]), batch=1)
         rounds = int(stream.state.histogram.sum())
         passes[name] = int(stream.state.draft_passes) / rounds, done[0].tokens
