@@ -144,10 +144,11 @@ def best_of_few(
     hidden: Float[Array, "H M"],
     batch: int,
     candidates: int,
+    whole: bool = False,
 ) -> Score:
     """Scores the slot's best tokens after every path, all paths at once: DARTree (arXiv 2608.13524).
 
-    A slot's candidates are the best by its own logits, the same for all paths; log-probabilities are over them alone.
+    A slot's candidates are the best by its own logits, the same for all paths.
 
     Args:
       config: static.
@@ -156,8 +157,15 @@ def best_of_few(
       hidden: of ``draft_block``.
       batch: B.
       candidates: of a slot.
+      whole: log-probabilities are over all tokens, the others with the slot's own logits; else over the candidates.
     """
-    base, index = top_k(draft_logits(head, target_params, hidden), candidates)
+    logits = draft_logits(head, target_params, hidden)
+    base, index = top_k(logits, candidates)
+    if whole:
+        # In fp32 the others' mass may come out as nothing, or a little less.
+        total = jax.nn.logsumexp(logits, axis=0)
+        share = jnp.exp(jax.nn.logsumexp(base, axis=1) - total)
+        others = (total + jnp.log1p(-jnp.minimum(share, 1))).reshape(batch, -1)
     rows = head["correction"]["up"][index].astype(jnp.float32)
     base, index, rows = (x.reshape(batch, -1, *x.shape[1:]) for x in (base, index, rows))
     tokens = _target_ids(head, index)  # [B, D, C]
@@ -167,7 +175,11 @@ def best_of_few(
         mixed = _mixed(config, head, slots[level], states)
         change = jnp.einsum("bqr,bcr->bqc", mixed, rows[:, level])
         change = jnp.where(level < config.correction.prefix, 0, change)
-        logps = jax.nn.log_softmax(base[:, level, None] + change)
+        logps = base[:, level, None] + change
+        total = jax.nn.logsumexp(logps, axis=2, keepdims=True)
+        if whole:
+            total = jnp.logaddexp(total, others[:, level, None, None])
+        logps = logps - total
         return jnp.broadcast_to(tokens[:, level, None], logps.shape), logps
 
     return score

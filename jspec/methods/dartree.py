@@ -9,6 +9,7 @@ from jspec.methods.corrected import corrected
 from jspec.methods.one_pass import check_shape
 
 VARIANTS = ("pruned", "fixed")
+NORMS = ("candidates", "vocabulary")
 _WIDTH = 12  # published, for 64 nodes of 16 depths: three times what a depth has in "fixed"
 _PENALTY = 0.2
 
@@ -22,6 +23,7 @@ def dartree(
     variant: str = "pruned",
     candidates: int = 64,
     depth_penalty: float | int | None = None,
+    normalise: str = "candidates",
 ) -> Method:
     """Drafts a tree depth by depth: every node scores the slot's candidates given its own path.
 
@@ -38,6 +40,8 @@ def dartree(
       variant: "pruned" or "fixed".
       candidates: tokens of a slot that are scored, at most.
       depth_penalty: of "pruned", 0 or above; default: 0.2.
+      normalise: what a node's probabilities are over: its "candidates", as published, or the draft "vocabulary", where
+        the other tokens count with the slot's own logits; not published.
 
     Raises:
       ValueError: an argument out of range, a depth beyond the head's block, or a head without a correction.
@@ -46,11 +50,13 @@ def dartree(
     check_range("candidates", candidates, 1)
     if variant not in VARIANTS:
         raise ValueError(f"variant must be 'pruned' or 'fixed', got {variant!r}")
+    if normalise not in NORMS:
+        raise ValueError(f"normalise must be 'candidates' or 'vocabulary', got {normalise!r}")
     nodes = budget - 1
     shares = tuple(_shares(nodes, depth))
     most = shares[0] if shares else 1
     candidates = min(candidates, head_config.draft_vocab_size or head_config.vocab_size)
-    drafts = _scorer(candidates), head_config, budget, depth
+    drafts = _scorer(candidates, normalise == "vocabulary"), head_config, budget, depth
     if variant == "fixed":
         if width is not None or depth_penalty is not None:
             raise ValueError("the fixed variant has no width and no depth_penalty: leave them out")
@@ -75,6 +81,6 @@ def _shares(nodes, depth):
 
 
 @functools.cache
-def _scorer(candidates):
+def _scorer(candidates, whole):
     """One object for equal arguments, since a method is compiled for it."""
-    return functools.partial(best_of_few, candidates=candidates)
+    return functools.partial(best_of_few, candidates=candidates, whole=whole)

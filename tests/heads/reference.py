@@ -132,10 +132,24 @@ def chain(config, tensors, embed, output, ids, states, root):
     return path[1:], scores
 
 
-def tree(config, tensors, embed, output, ids, states, root, budget, keeps, candidates, penalty):
+def tree(
+    config,
+    tensors,
+    embed,
+    output,
+    ids,
+    states,
+    root,
+    budget,
+    keeps,
+    candidates,
+    penalty,
+    whole=False,
+):
     """DARTree's nodes, one at a time: {path: log-probability}, the root's path () included.
 
-    ``keeps`` nodes are kept of each depth, of all those the best ``budget`` by score less penalty * depth.
+    ``keeps`` nodes are kept of each depth, of all those the best ``budget`` by score less penalty * depth. With
+    ``whole`` all tokens have a part in the log-probabilities, those that are no candidates by ``base``.
     """
     level, kept = {(): 0.0}, {(): 0.0}
     for state, keep in zip(states, keeps):
@@ -144,7 +158,12 @@ def tree(config, tensors, embed, output, ids, states, root, budget, keeps, candi
         found = {}
         for path, score in level.items():
             logits = path_logits(config, tensors, embed, output, state, [root, *path])
-            for index, logp in zip(few, log_softmax(logits[few])):
+            logps = log_softmax(logits[few])
+            if whole:
+                mixed = base.copy()
+                mixed[few] = logits[few]
+                logps = log_softmax(mixed)[few]
+            for index, logp in zip(few, logps):
                 found[(*path, int(ids[index]))] = score + logp
         level = dict(sorted(found.items(), key=lambda item: -item[1])[:keep])
         kept |= level

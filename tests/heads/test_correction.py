@@ -178,21 +178,24 @@ def test_domino_drafts_the_chain_of_the_reference_after_any_rounds(name):
     assert changed > 5  # corrections that matter
 
 
-SHAPES = [  # budget, depth, width, candidates, variant
-    (20, None, 5, 9, "pruned"),
-    (14, None, None, 7, "fixed"),
-    pytest.param(8, None, None, 64, "pruned", marks=pytest.mark.slow),
-    pytest.param(64, 2, 12, 64, "pruned", marks=pytest.mark.slow),
-    pytest.param(5, 3, 2, 3, "pruned", marks=pytest.mark.slow),
-    pytest.param(9, None, None, 64, "fixed", marks=pytest.mark.slow),
+SHAPES = [  # budget, depth, width, candidates, variant, whether all tokens have a part in the probabilities
+    (20, None, 5, 9, "pruned", False),
+    (14, None, None, 7, "fixed", True),
+    pytest.param(8, None, None, 64, "pruned", True, marks=pytest.mark.slow),
+    pytest.param(64, 2, 12, 64, "pruned", False, marks=pytest.mark.slow),
+    pytest.param(5, 3, 2, 3, "pruned", True, marks=pytest.mark.slow),
+    pytest.param(9, None, None, 64, "fixed", False, marks=pytest.mark.slow),
 ]
 
 
 @both
-@pytest.mark.parametrize(("budget", "depth", "width", "candidates", "variant"), SHAPES)
-def test_dartree_equals_the_reference_node_by_node(name, budget, depth, width, candidates, variant):
+@pytest.mark.parametrize(("budget", "depth", "width", "candidates", "variant", "whole"), SHAPES)
+def test_dartree_equals_the_reference_node_by_node(
+    name, budget, depth, width, candidates, variant, whole
+):
     kind = DOMINOS[name]
-    method = dartree(kind, budget, depth, width, variant=variant, candidates=candidates)
+    options = {"candidates": candidates, "normalise": "vocabulary" if whole else "candidates"}
+    method = dartree(kind, budget, depth, width, variant=variant, **options)
     deepest = min(depth or kind.depth, budget - 1)
     nodes = budget - 1
     if variant == "fixed":
@@ -222,6 +225,7 @@ def test_dartree_equals_the_reference_node_by_node(name, budget, depth, width, c
                 keeps,
                 candidates,
                 penalty,
+                whole,
             )
             found = paths_of(proposal.tree, row)
             assert found.keys() == want.keys()
@@ -318,6 +322,7 @@ def test_budgets_are_ceilings():
         ({"width": 0}, "width must be .*, got 0"),
         ({"candidates": 0}, "candidates must be .*, got 0"),
         ({"variant": "wide"}, "variant must be 'pruned' or 'fixed', got 'wide'"),
+        ({"normalise": "all"}, "normalise must be 'candidates' or 'vocabulary', got 'all'"),
         ({"depth_penalty": -0.2}, "depth_penalty must be finite and 0 or above, got -0.2"),
         ({"depth_penalty": inf}, "depth_penalty must be finite and 0 or above, got inf"),
         ({"variant": "fixed", "width": 4}, "the fixed variant has no width"),
