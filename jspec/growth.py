@@ -55,8 +55,10 @@ def grow(
       The trees and the last carry.
 
     Raises:
-      ValueError: ``keep`` is not from 1 to q * W.
+      ValueError: ``keep`` is not from 1 to q * W, or there are not as many ``limits`` as levels.
     """
+    if limits is not None and len(limits) != depth:
+        raise ValueError(f"limits must be one for each of {depth} levels, got {len(limits)}")
 
     def step(state):
         level, frontier, nodes, carry = state

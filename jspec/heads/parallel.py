@@ -2,8 +2,8 @@
 
 The target's tapped layers at every known position but the last become keys and values of the head's own layers, each
 projected once and cached. A block, the root (the last known token) and masked slots after it, attends to them and
-within itself; slot i drafts the token i positions after the root. The layers are Qwen3's, so the block runs through
-the target's own ``forward``: what differs between drafting and training is ``attend`` alone.
+within itself; slot i drafts the token i positions after the root (i + 1 with ``shift_labels``). The layers are Qwen3's,
+so the block runs through the target's own ``forward``: what differs between drafting and training is ``attend`` alone.
 
 A head is a pytree of arrays as ``init_head`` makes it. With a draft vocabulary it also holds "draft_ids" i32[Vd], the
 target's ids in ascending order, and "lm_head" [Vd, H], the target's frozen rows (see ``with_draft_ids``). What is said

@@ -9,21 +9,28 @@ import numpy as np
 import pytest
 
 from jspec.cost.table import make_cost
-from jspec.decode import advance, propose
-from jspec.driver import decode_all, outcome
+from jspec.decode import advance
 from jspec.heads.config import Correction, config_for
-from jspec.heads.parallel import HeadCache, init_head, with_draft_ids
-from jspec.method import MethodState
+from jspec.heads.parallel import init_head, with_draft_ids
 from jspec.methods import dartree, dflash, domino, smart
 from jspec.models.transformer import fuse
-from jspec.prefill import _insert, _read_chunk, admit
+from jspec.prefill import _insert, _read_chunk
 from jspec.recording import record, replay
 from jspec.sampling import Sampling
 from jspec.state import Plan, new_state
 from jspec.tree import check
+from tests.methods.test_one_pass import (
+    CAPACITY,
+    VOCAB,
+    admitted,
+    decode,
+    look,
+    poisoned,
+    prompts,
+    to_the_end,
+)
 
-VOCAB, BLOCK, CAPACITY = 6, 5, 256
-LENGTHS = (9, 1, 40, 2, 23)
+BLOCK = 5
 GRU, RANK = 8, 7
 
 
@@ -39,7 +46,6 @@ def fixed(head, budget=16):
 
 METHODS = {"domino": domino, "pruned": pruned, "fixed": fixed}
 slow = pytest.mark.slow
-look = jax.jit(propose, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +70,6 @@ def paired(tiny):
         return plan, head, {"target": target, "head": weights}
 
     return make
-
-
-def prompts(lengths=LENGTHS, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
-
-
-def admitted(plan, params):
-    """A slot that is empty and one with a prompt."""
-    state = new_state(plan, params, 2, CAPACITY, jax.random.key(0), np.zeros((1, VOCAB), np.int32))
-    return admit(plan, params, state, 1, prompts([11])[0], 0, 24)
-
-
-def decode(plan, params, queue, **options):
-    options = {"max_new_tokens": 30, "capacity": CAPACITY, "batch": 2, "seed": 4} | options
-    return decode_all(plan, params, queue, **options)
 
 
 REPLAYS = [
@@ -112,30 +102,15 @@ def test_replay_equals_decoding_round_by_round(paired, name, causal, temperature
 
 def test_a_poisoned_head_cache_changes_nothing(paired):
     plan, _, params = paired("pruned")
-
-    def poison(state):
-        cache = state.method.rows
-        stale = (jnp.arange(CAPACITY) >= cache.length[:, None])[:, None, :, None]
-        keys = tuple(jnp.where(stale, jnp.nan, k) for k in cache.keys)
-        values = tuple(jnp.where(stale, 1e30, v) for v in cache.values)
-        method = MethodState(rows=HeadCache(keys, values, jnp.copy(cache.length)))
-        return dataclasses.replace(state, method=method)
-
-    def run(touch):
-        state = admitted(plan, params)
-        while not state.rows.done.all():
-            state = advance(plan, params, touch(state), 1)
-        return outcome(state, 1)
-
-    clean = run(lambda state: state)
-    assert run(poison) == clean
+    clean = to_the_end(plan, params)
+    assert to_the_end(plan, params, poisoned) == clean
     assert clean.rounds < 24
 
 
 def test_a_draft_vocabulary_holds_all_that_is_drafted(paired):
     plan, _, params = paired("pruned", draft_vocab_size=3)
     params["head"] = with_draft_ids(params["head"], params["target"], np.array([1, 3, 4]))
-    tree = look(plan, params, admitted(plan, params))[0].tree
+    tree = look(plan, params, admitted(plan, params)[0])[0].tree
     check(tree)
     assert tree.size.tolist() == [0, 16]
     assert set(tree.tokens[1, 1:].tolist()) == {1, 3, 4}
