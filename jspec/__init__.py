@@ -4,8 +4,9 @@ From text to text: ``load``, ``generate_text``. The steps of a round: ``propose`
 ``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
 ``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
 ``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
-``draft_table``; or a ``Method`` of your own. ``smart(method)`` cuts a method's trees to what pays by a cost model,
-``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``.
+``draft_table``, and ``domino(...)``, ``dartree(...)`` where the head has a ``Correction``; or a ``Method`` of your own.
+``smart(method)`` cuts a method's trees to what pays by a cost model, ``make_cost(...)`` or the ``Profile`` of
+``ready_profile(...)``.
 """
 
 __version__ = "0.1.0"
@@ -31,13 +32,15 @@ from jspec.device import keep_compilations, pick_accelerator
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
-from jspec.heads.config import HeadConfig, HeadError, config_for, spread_taps
+from jspec.heads.config import Correction, HeadConfig, HeadError, config_for, spread_taps
 from jspec.heads.parallel import DraftTable, draft_table, init_head
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
 from jspec.methods import (
     ar,
+    dartree,
     ddtree,
     dflash,
+    domino,
     jetspec,
     prompt_lookup,
     seed_table,
@@ -89,6 +92,7 @@ __all__ = [
     "SOURCES",
     "Answer",
     "Comparison",
+    "Correction",
     "Cost",
     "DecodeState",
     "Difference",
@@ -133,11 +137,13 @@ __all__ = [
     "commit",
     "compact",
     "config_for",
+    "dartree",
     "ddtree",
     "decode_all",
     "decode_round",
     "default_method",
     "dflash",
+    "domino",
     "draft_table",
     "draw_svg",
     "draw_text",

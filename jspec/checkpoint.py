@@ -75,20 +75,34 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     return Head(config, params, str(name_or_path), fingerprint)
 
 
-def shipped_head(target: Target, causal: bool) -> str | None:
+def shipped_head(target: Target, causal: bool, corrected: bool = False) -> str | None:
     """The name of a shipped head that was trained on a target; None where there is none.
 
     Args:
       target: compared by fingerprint.
       causal: which kind is taken where there are both.
+      corrected: one with a correction is wanted, or one without.
     """
     fitting = {}
     for name in _shipped():
-        with as_head_error():
-            config = config_from_json(read_json(SHIPPED / name / "config.json"))
-        if config.target_fingerprint == target.fingerprint:
+        config = _config_in(SHIPPED / name)
+        fits = corrected == (config.correction is not None)
+        if fits and config.target_fingerprint == target.fingerprint:
             fitting.setdefault(config.causal, name)
     return fitting.get(causal, fitting.get(not causal))
+
+
+def is_corrected(name_or_path: str | Path) -> bool:
+    """Whether a head has a correction; False where there is no head to be read, which loading it will say."""
+    try:
+        return _config_in(locate_head(str(name_or_path))).correction is not None
+    except HeadError:
+        return False
+
+
+def _config_in(folder):
+    with as_head_error():
+        return config_from_json(read_json(folder / "config.json"))
 
 
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
@@ -97,8 +111,8 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     Raises:
       HeadError: what is there is no head, or a damaged one.
     """
+    config = _config_in(folder)
     with as_head_error():
-        config = config_from_json(read_json(folder / "config.json"))
         if (folder / "params").is_dir():
             found = _restore(folder / "params", config)
         else:
@@ -170,7 +184,9 @@ def export_head(
 
 def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
     """16 hex digits over the config and 4096 evenly spaced bytes of each array, in bf16 where that holds its values."""
-    digest = hashlib.sha256(repr(config).encode())
+    # Heads keep the fingerprints that they had when there was nothing else.
+    said = repr(config).replace(", shift_labels=False, correction=None", "")
+    digest = hashlib.sha256(said.encode())
     for name, array in sorted(to_tensors(config, head).items()):
         if jnp.issubdtype(array.dtype, jnp.floating):
             narrow = array.astype(jnp.bfloat16)

@@ -57,7 +57,7 @@ class Proposal(NamedTuple):
     tree: Tree
     lookahead: Any = None
     draft_logits: Array | None = None
-    passes: Int[Array, ""] | int = 0  # forward passes of a draft head that it took
+    passes: Int[Array, ""] | int = 0  # of a draft head, or levels where it drafts by levels
 
 
 class Verdict(NamedTuple):

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, load_head, shipped_head
+from jspec.checkpoint import Head, is_corrected, load_head, shipped_head
 from jspec.comparison import Comparison
 from jspec.cost.profile import Profile, Setting, setting_of
 from jspec.cost.store import ready_profile
@@ -25,7 +25,17 @@ from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dt
 from jspec.driver import Event
 from jspec.heads.config import HeadConfig
 from jspec.method import MAX_BUDGET, Method, check_range
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
+from jspec.methods import (
+    ar,
+    dartree,
+    ddtree,
+    dflash,
+    domino,
+    jetspec,
+    prompt_lookup,
+    smart,
+    token_recycling,
+)
 from jspec.models.load import Target, load_target
 from jspec.options import Options, parse, say
 from jspec.picture import draw_text
@@ -61,7 +71,8 @@ class Factory(NamedTuple):
     make: Callable[..., Method]
     budget: int | None  # by default; None: as many as its chain needs
     names: dict[str, str]
-    headed: bool = False
+    headed: bool = False  # it drafts with a head
+    corrected: bool = False  # and with one that has a correction
 
 
 def _ar(budget: int) -> Method:
@@ -70,11 +81,16 @@ def _ar(budget: int) -> Method:
     return ar()
 
 
-def _dflash(head_config: HeadConfig, budget: int | None = None, depth: int | None = None) -> Method:
+def _chain(
+    make: Callable[..., Method],
+    head_config: HeadConfig,
+    budget: int | None = None,
+    depth: int | None = None,
+) -> Method:
     """With no budget given, a chain as long as the head drafts."""
     if budget is None:
         budget = 1 + (head_config.depth if depth is None else depth)
-    return dflash(head_config, budget, depth)
+    return make(head_config, budget, depth)
 
 
 METHODS = {
@@ -82,8 +98,13 @@ METHODS = {
     "prompt_lookup": Factory(prompt_lookup, DEFAULT_BUDGET, {"depth": "depth", "width": "matches"}),
     "token_recycling": Factory(token_recycling, DEFAULT_BUDGET, {"depth": "depth", "width": "k"}),
     "jetspec": Factory(jetspec, JETSPEC_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
-    "dflash": Factory(_dflash, None, {"depth": "depth"}, headed=True),
+    "dflash": Factory(partial(_chain, dflash), None, {"depth": "depth"}, headed=True),
     "ddtree": Factory(ddtree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
+    "domino": Factory(partial(_chain, domino), None, {"depth": "depth"}, True, True),
+    "dartree": Factory(dartree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, True, True),
+    "dartree_fixed": Factory(
+        partial(dartree, variant="fixed"), HEAD_BUDGET, {"depth": "depth"}, True, True
+    ),
 }
 
 
@@ -191,11 +212,12 @@ def choose(options: Options, target: Target) -> Options:
     """
     method = options.method
     if method is None:
-        headed = options.head is not None or shipped_head(target, causal=True) is not None
-        method = "ddtree" if headed else "prompt_lookup"
+        name = options.head or shipped_head(target, causal=True)
+        tree = "dartree" if name is not None and is_corrected(name) else "ddtree"
+        method = "prompt_lookup" if name is None else tree
     head = options.head
     if head is None and METHODS[method].headed:
-        head = shipped_head(target, causal=method != "dflash")
+        head = shipped_head(target, method != "dflash", METHODS[method].corrected)
         if head is None:
             raise ValueError(
                 f"--method {method} drafts with a head, and none is shipped for this target: "

@@ -13,7 +13,7 @@ from jspec.cost.profile import setting_of
 from jspec.cost.store import ready_profile
 from jspec.driver import Finished, decode_all
 from jspec.method import Memory, Method, check_method, check_range
-from jspec.methods import ddtree, prompt_lookup
+from jspec.methods import dartree, ddtree, prompt_lookup
 from jspec.methods import smart as combine
 from jspec.models.load import Target
 from jspec.models.tokenizer import Message
@@ -49,7 +49,8 @@ def default_method(head: Head | None = None, budget: int | None = None) -> Metho
     """With a head the likeliest nodes of what it drafts; without one the best method that needs no training."""
     if head is None:
         return prompt_lookup(budget or DEFAULT_BUDGET)
-    return ddtree(head.config, budget or HEAD_BUDGET)
+    tree = ddtree if head.config.correction is None else dartree
+    return tree(head.config, budget or HEAD_BUDGET)
 
 
 def generate_text(

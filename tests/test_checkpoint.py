@@ -13,8 +13,16 @@ from safetensors.numpy import load_file, save_file
 from tiny_target import write_target
 
 from jspec import checkpoint
-from jspec.checkpoint import export_head, head_fingerprint, load_head, read_head, save_head
-from jspec.heads.config import HeadError
+from jspec.checkpoint import (
+    export_head,
+    head_fingerprint,
+    is_corrected,
+    load_head,
+    read_head,
+    save_head,
+    shipped_head,
+)
+from jspec.heads.config import Correction, HeadError
 from jspec.heads.parallel import draft_table, empty_cache
 from jspec.models.config import TargetError
 from jspec.models.load import load_target
@@ -22,6 +30,7 @@ from tests.heads.samples import config, head_and_target
 
 FULL = config(vocab_size=64, target_layers=3)
 NARROW = dataclasses.replace(FULL, draft_vocab_size=23)
+DOMINO = dataclasses.replace(NARROW, shift_labels=True, correction=Correction(7, 5))
 
 
 def own(head):
@@ -53,7 +62,7 @@ def target(tmp_path_factory, tiny_model):
 
 @WRITERS
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("kind", [FULL, NARROW])
+@pytest.mark.parametrize("kind", [FULL, NARROW, DOMINO])
 def test_heads_come_back_exactly(tmp_path, write, dtype, kind):
     head, _ = head_and_target(kind)
     expected = halved(own(head)) if dtype == jnp.bfloat16 else own(head)
@@ -109,8 +118,26 @@ def test_the_fingerprint_tells_heads_apart():
         head_fingerprint(FULL, head),
         head_fingerprint(dataclasses.replace(FULL, causal=False), head),
         head_fingerprint(FULL, head | {"fc": head["fc"] * 1.001}),
+        head_fingerprint(dataclasses.replace(FULL, shift_labels=True), head),
     ]
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 4
+
+
+def test_heads_keep_the_fingerprint_that_they_had_before_there_were_corrections():
+    head, _ = head_and_target(FULL)
+    assert head_fingerprint(FULL, jax.tree.map(jnp.zeros_like, head)) == "d6df7f0073e0aff3"
+
+
+def test_a_shipped_head_is_one_for_its_methods(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
+    fingerprint = {"target_fingerprint": target.fingerprint}
+    assert shipped_head(target, causal=True, corrected=True) is None
+    for name, kind in {"a": DOMINO, "b": NARROW}.items():
+        kind = dataclasses.replace(kind, **fingerprint)
+        export_head(tmp_path / name, kind, head_and_target(kind)[0])
+    assert shipped_head(target, causal=True) == "b"
+    assert shipped_head(target, causal=False, corrected=True) == "a"
+    assert (is_corrected("a"), is_corrected("b"), is_corrected("elsewhere")) == (True, False, False)
 
 
 def test_a_loaded_head_drafts_with_the_target_s_rows(tmp_path, target):
@@ -250,6 +277,24 @@ class TestRefusals:
     def test_a_tensor_too_many(self, target, published):
         self.change(published, **{"markov_head.weight": np.ones(3, np.float32)})
         self.refuse(target, published, r"have markov_head\.weight, unknown to draft heads")
+
+    def test_a_layout_of_domino_without_its_projector(self, target, tmp_path):
+        export_head(tmp_path / "h", DOMINO, head_and_target(DOMINO)[0])
+        whole = load_file(tmp_path / "h" / "model.safetensors")
+        for name in ("prefix_gru.weight_hh_l0", "embed_proj.2.weight"):
+            self.change(tmp_path / "h", remove=[name])
+            self.refuse(target, tmp_path / "h", f"lack {name}: a prefix_gru and an embed_proj go")
+            save_file(whole, tmp_path / "h" / "model.safetensors")
+        plain = json.loads((tmp_path / "h" / "config.json").read_text())["dflash_config"]
+        del plain["projector_type"]
+        self.edit(tmp_path / "h", dflash_config=plain)
+        self.refuse(target, tmp_path / "h", r"have embed_proj\.0\.weight, .* projector_type domino")
+
+    def test_native_weights_without_a_projector(self, target, tmp_path):
+        save_head(tmp_path / "h", DOMINO, head_and_target(DOMINO)[0])
+        plain = json.loads((tmp_path / "h" / "config.json").read_text())["dflash_config"]
+        self.edit(tmp_path / "h", dflash_config=plain | {"emb_dim": 6})
+        self.refuse(target, tmp_path / "h", r"correction\.down is \(5, 39\), .* \(6, 39\)")
 
     def test_a_wrong_shape(self, target, published):
         self.change(published, **{"fc.weight": np.ones((32, 32), np.float32)})

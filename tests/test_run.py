@@ -17,7 +17,7 @@ import jspec
 from jspec import checkpoint, run
 from jspec.benches import BENCHES
 from jspec.checkpoint import export_head
-from jspec.heads.config import config_for
+from jspec.heads.config import Correction, config_for
 from jspec.heads.parallel import init_head
 from jspec.options import Options, parse
 
@@ -178,6 +178,41 @@ def test_methods_that_have_a_head(command, head, method):
     assert summary["draft_passes"] == sum(one["rounds"] for one in report["results"])
     assert len(summary["accepted_by_depth"]) == 3
     assert f"{method}, budget 3, head" in " ".join(out.split())
+
+
+@pytest.fixture(scope="module")
+def corrected_head(head, tmp_path_factory):
+    """The same with a correction, for domino and dartree."""
+    config, params = checkpoint.read_head(head)
+    config = dataclasses.replace(config, shift_labels=True, correction=Correction(8, 4))
+    params["correction"] = init_head(config, jax.random.key(0))["correction"]
+    path = tmp_path_factory.mktemp("heads") / "corrected"
+    export_head(path, config, params)
+    return path
+
+
+@pytest.mark.parametrize(
+    "method", ["dartree", *(pytest.param(m, marks=pytest.mark.slow) for m in ("domino", None))]
+)
+def test_methods_that_have_a_head_with_a_correction(command, corrected_head, method):
+    argv = ["--head", str(corrected_head), "--budget", "6"]
+    argv += [] if method is None else ["--method", method]
+    _, report = command("--prompt", "HELLO THERE", "1,2,1,2", *argv)
+    assert report["method"] == (method or "dartree")
+    summary = report["summary"]
+    assert summary["identical_to_ar"] == "2/2" and len(summary["accepted_by_depth"]) == 5
+    assert summary["draft_passes"] == 4 * sum(one["rounds"] for one in report["results"])
+
+
+@pytest.mark.parametrize("method", ["domino", "dartree", "dartree_fixed"])
+def test_a_head_without_a_correction(folder, head, capsys, method):
+    argv = ["--target", str(folder), "--method", method]
+    says = "with a head that has Domino's correction, and this one has none"
+    assert_refused(capsys, [*argv, "--head", str(head)], says)
+    assert_refused(capsys, argv, f"--method {method} drafts with a head, and none is shipped")
+    if method == "dartree_fixed":
+        says = "--method dartree_fixed has no width: leave it out"
+        assert_refused(capsys, [*argv, "--width", "3"], says)
 
 
 def test_the_shipped_head_of_a_target_is_found(

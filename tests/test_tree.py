@@ -439,6 +439,16 @@ def test_grow_no_levels():
     assert int(carry) == 4
 
 
+def test_grow_keeps_no_more_of_a_level_than_its_limit():
+    """Two nodes, then one, then two again: of a level of one its children alone are left."""
+    grown, _ = jg.grow(fan_of_four, (), jnp.array([5]), 3, 2, 2, limits=(2, 1, 2))
+    rows = [(5, -1, 0, 0.0, 0), (0, 0, 1, -1.0, 0), (1, 0, 1, -2.0, 0), (0, 1, 2, -2.0, 0)]
+    expect(grown, [[*rows, (0, 3, 3, -3.0, 0), (1, 3, 3, -4.0, 0)]])
+    assert grown.budget == 7
+    with pytest.raises(ValueError, match="limits must be one for each of 3 levels, got 2"):
+        jg.grow(fan_of_four, (), jnp.array([5]), 3, 2, 2, limits=(2, 1))
+
+
 @pytest.mark.parametrize("keep", [0, 9])
 def test_grow_refuses_keep(keep):
     with pytest.raises(ValueError, match=r"keep must be from 1 to width \* candidates = 8, got"):

@@ -5,14 +5,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
 from jspec.checkpoint import check_place, export_head
 from jspec.heads.config import HeadConfig, config_for, spread_taps
-from jspec.heads.parallel import with_draft_ids
-from jspec.methods import ddtree, dflash
+from jspec.heads.parallel import init_head, with_draft_ids
+from jspec.method import MAX_BUDGET
+from jspec.methods import dartree, ddtree, dflash, domino
 from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.options import say
@@ -118,6 +120,8 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
         num_layers=shape.num_layers,
         draft_vocab_size=shape.draft_vocab_size,
         target_fingerprint=target.fingerprint,
+        shift_labels=shape.shift_labels,
+        correction=shape.correction,
     )
 
 
@@ -167,11 +171,15 @@ def _open_run(
     def as_params(head):
         return head if ids is None else with_draft_ids(head, target.params, ids)
 
-    budget = options.optim.eval_budget
+    tree, chain = (ddtree, dflash) if config.correction is None else (dartree, domino)
+    longest = min(config.depth + 1, MAX_BUDGET)
     plans = {
-        "tree": Plan(target.config, ddtree(config, budget)),
-        "chain": Plan(target.config, dflash(config, config.block_size)),
+        "tree": Plan(target.config, tree(config, options.optim.eval_budget)),
+        "chain": Plan(target.config, chain(config, longest)),
     }
+    init = None if origin is None else dict(origin.weights)
+    if init is not None and config.correction is not None and "correction" not in init:
+        init["correction"] = init_head(config, jax.random.key(options.optim.seed))["correction"]
     run = Trainer(
         target,
         config,
@@ -185,7 +193,7 @@ def _open_run(
         optim=options.optim,
         draft_ids=ids,
         as_params=as_params,
-        init=origin and origin.weights,
+        init=init,
     )
     if keep_record:
         write_record(folder, record)  # not before all was found to be in order

@@ -197,6 +197,34 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
     assert_refused(capsys, arguments(tmp_path, target, *argv, *other_block), says)
 
 
+def test_a_correction_added_to_a_head(made, target, tmp_path, capsys):
+    """It goes on from one that has none, and changes nothing yet; what comes of it is decoded with."""
+    first, argv = made / "run" / "head", ["--head.correction_rank", "4", "--head.gru_size", "8"]
+    shutil.copytree(made / "library", tmp_path / "library")
+    still = ["--init", str(first), "--optim.learning_rate", "1e-9", "head", "export"]
+    assert command.main(arguments(tmp_path, target, *argv, *still)) == 0
+    head = tmp_path / "run" / "head"
+    before, after = (load_file(x / "model.safetensors") for x in (first, head))
+    assert set(after) - set(before) == {
+        "prefix_gru.weight_ih_l0",
+        "prefix_gru.weight_hh_l0",
+        "embed_proj.0.weight",
+        "embed_proj.2.weight",
+    }
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name], atol=1e-6)
+    np.testing.assert_allclose(after["embed_proj.2.weight"], 0, atol=1e-6)
+    rows = read_log(tmp_path / "run")
+    assert rows[1]["hits"] == rows[1]["base_hits"]
+    assert "a GRU of width 8 and a projection of rank 4" in (head / "README.md").read_text()
+    capsys.readouterr()
+    small = ["--budget", "5", "--max-new-tokens", "8", "--prompt", "HELLO"]
+    argv = ["--target", str(target), "--head", str(head), *small]
+    assert run.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["method"], report["summary"]["identical_to_ar"]) == ("dartree", "1/1")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -204,6 +232,7 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
         (["--head.num_layers", "2"], "has head.num_layers 1, not 2"),
         (["--head.taps", "[1]"], "has head.taps (0, 1), not (1,)"),
         (["--head.draft_vocab_size", "9"], "has head.draft_vocab_size None, not 9"),
+        (["--head.shift_labels", "true"], "has head.shift_labels False, not True"),
         (["--init", "smollm2-135m-jetspec"], "made for a target of hidden_size 576"),
     ],
 )
@@ -345,6 +374,15 @@ OPTIONS = {
     "a seed below 0": ({"batch": {"seed": -1}}, "--batch.seed must be in 0.."),
     "a large seed": ({"text": {"seed": 1 << 40}}, "--text.seed must be in 0.."),
     "a run without a name": ({"run": ""}, "run must not be empty"),
+    "a correction of rank 0": (
+        {"head": {"correction_rank": 0}},
+        "the correction's rank must be in 1..",
+    ),
+    "a decay beyond the run": ({"loss": {"base_decay": 2.0}}, "base_decay must be in [0, 1]"),
+    "a correction with D-PACE": (
+        {"head": {"correction_rank": 4}, "loss": {"dpace": 0.5}},
+        "loss.dpace must be off (null) for a head with a correction",
+    ),
     "a list": ([1], "config"),
     "a stage": ({"stages": ["text"]}, "'stages' is not accepted"),
     "a stage by its name": ({"STAGE": ["text"]}, "STAGE belongs on the command line"),
