@@ -3,6 +3,7 @@
 from jspec.methods.ar import ar
 from jspec.methods.ddtree import ddtree
 from jspec.methods.dflash import dflash
+from jspec.methods.graft import graft
 from jspec.methods.jetspec import jetspec
 from jspec.methods.prompt_lookup import prompt_lookup
 from jspec.methods.smart import smart
@@ -12,6 +13,7 @@ __all__ = [
     "ar",
     "ddtree",
     "dflash",
+    "graft",
     "jetspec",
     "prompt_lookup",
     "seed_table",
