@@ -100,9 +100,10 @@ def graft(
     if place not in PLACES:
         raise ValueError(f"place must be 'root' or 'tail', got {place!r}")
     checkpoints, shares = check_checkpoints(checkpoints), tuple(shares)
+    count = 1 if place == "tail" else len(checkpoints)
     if thresholds is None:
-        thresholds = default_thresholds(place, len(checkpoints))
-    thresholds = check_thresholds(thresholds, 1 if place == "tail" else len(checkpoints))
+        thresholds = default_thresholds(place, count)
+    thresholds = check_thresholds(thresholds, count)
     if len(shares) != len(checkpoints):
         raise ValueError(f"shares must be {len(checkpoints)}, as many as checkpoints, got {shares}")
     if wrong := [x for x in shares if not 0 <= x <= 1]:
@@ -153,7 +154,7 @@ def check_thresholds(values: Sequence[float | int], count: int) -> tuple[float, 
     return tuple(map(float, values))
 
 
-def default_thresholds(place: str, count: int) -> tuple[float, ...]:
+def default_thresholds(place: str, count: int = len(CHECKPOINTS)) -> tuple[float, ...]:
     """What thresholds are before any were calibrated: for ``count`` checkpoints, or the one of "tail"."""
     return EDGE if place == "tail" else (THRESHOLDS + THRESHOLDS[-1:] * count)[:count]
 
