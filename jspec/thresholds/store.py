@@ -72,13 +72,14 @@ def use_of(method: Method, target: str, head: str | None) -> Use:
     return Use(target, head, method.name, place, "table")
 
 
-def ready_graft(method: Method, target: str, head: str | None = None) -> Method:
+def ready_graft(method: Method, target: str, head: str | None = None, **options: Any) -> Method:
     """``graft`` of a method as ``--graft on`` has it: with calibrated thresholds, else with the usual ones.
 
     Args:
       method: who drafts.
       target: fingerprint of the target.
       head: likewise of the head, or None.
+      **options: further ones of ``graft``.
 
     Raises:
       ValueError: a file of thresholds that is damaged.
@@ -88,7 +89,7 @@ def ready_graft(method: Method, target: str, head: str | None = None) -> Method:
     if path.exists():
         kept = read_thresholds(path, use)
         found = {"checkpoints": kept.checkpoints, "thresholds": kept.values}
-    return graft(method, **found, **graft_options(use))
+    return graft(method, **{**graft_options(use), **found, **options})
 
 
 def graft_options(use: Use) -> dict[str, Any]:

@@ -47,15 +47,19 @@ def random_memory(rng, k=3):
 def with_text(method, texts):
     """A state whose rows know these texts but their last tokens."""
     state = method.init(PARAMS, len(texts), CAPACITY, None)
-    width = max(map(len, texts)) - 1
-    tokens = np.array([text[:-1] + [-5] * (width + 1 - len(text)) for text in texts], np.int32)
+    tokens = np.array([text[:-1] + [-5] * (CAPACITY - len(text)) for text in texts], np.int32)
     counts = np.array([len(text) - 1 for text in texts], np.int32)
     return method.absorb(PARAMS, state, jnp.asarray(tokens), None, jnp.asarray(counts))
 
 
+@functools.cache
+def proposer(method):
+    return jax.jit(method.propose)
+
+
 def trees_of(method, state, roots):
     """What a retriever proposes below these tokens, as lists of nodes."""
-    proposal, _ = method.propose(PARAMS, state, jnp.asarray(roots, jnp.int32))
+    proposal, _ = proposer(method)(PARAMS, state, jnp.asarray(roots, jnp.int32))
     return oracles.rows_of(proposal.tree)
 
 
@@ -119,11 +123,6 @@ def stage_of(draft, checkpoints, thresholds):
         if (np.exp(max(there)) if there else 0.0) < threshold:
             return stage
     return None
-
-
-@functools.cache
-def proposer(method):
-    return jax.jit(method.propose)
 
 
 def drafted(method, params, state, roots):
