@@ -5,7 +5,8 @@ From text to text: ``load``, ``generate_text``. The steps of a round: ``propose`
 ``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
 ``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
 ``draft_table``; or a ``Method`` of your own. ``smart(method)`` cuts a method's trees to what pays by a cost model,
-``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``.
+``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``; ``graft(method)`` fills them with retrieved tokens where
+the drafter is unsure. ``sequoia`` and ``traversal`` are rejection rules for sampled trees.
 """
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ from jspec.methods import (
     ar,
     ddtree,
     dflash,
+    graft,
     jetspec,
     prompt_lookup,
     seed_table,
@@ -50,6 +52,7 @@ from jspec.models.load import load_target as load
 from jspec.picture import draw_svg, draw_text
 from jspec.prefill import admit
 from jspec.recording import Recording, record, replay
+from jspec.rejection import Rejection, draw_siblings, sequoia, tokens_of, traversal
 from jspec.report import summarize
 from jspec.sampling import Sampling
 from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state
@@ -63,6 +66,7 @@ from jspec.text import (
     shown_text,
     target_stops,
 )
+from jspec.thresholds.store import ready_graft
 from jspec.tree import (
     HEAD,
     RETRIEVED,
@@ -112,6 +116,7 @@ __all__ = [
     "Prompt",
     "Proposal",
     "Recording",
+    "Rejection",
     "Rows",
     "Sampling",
     "Stream",
@@ -139,6 +144,7 @@ __all__ = [
     "default_method",
     "dflash",
     "draft_table",
+    "draw_siblings",
     "draw_svg",
     "draw_text",
     "encode_prompt",
@@ -148,6 +154,7 @@ __all__ = [
     "from_paths",
     "generate",
     "generate_text",
+    "graft",
     "grow",
     "init_head",
     "jetspec",
@@ -167,6 +174,7 @@ __all__ = [
     "prompt_lookup",
     "propose",
     "read_prompts",
+    "ready_graft",
     "ready_profile",
     "record",
     "replay",
@@ -175,6 +183,7 @@ __all__ = [
     "save_head",
     "seed_table",
     "select",
+    "sequoia",
     "setting_of",
     "shown_text",
     "smart",
@@ -184,6 +193,8 @@ __all__ = [
     "summarize",
     "target_stops",
     "token_recycling",
+    "tokens_of",
+    "traversal",
     "unpack_bits",
     "user_turn",
     "verify",

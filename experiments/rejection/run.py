@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.cells import Cells
 from jspec.benches import load_bench
