@@ -5,8 +5,8 @@ From text to text: ``load``, ``generate_text``. The steps of a round: ``propose`
 ``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
 ``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
 ``draft_table``; or a ``Method`` of your own. ``smart(method)`` cuts a method's trees to what pays by a cost model,
-``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``; ``graft(method)`` fills them with retrieved tokens where
-the drafter is unsure. ``sequoia`` and ``traversal`` are rejection rules for sampled trees.
+``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``; ``graft(method)`` fills them with retrieved tokens
+where the drafter is unsure. ``sequoia`` and ``traversal`` are rejection rules for sampled trees.
 """
 
 __version__ = "0.1.0"

@@ -106,6 +106,31 @@ class Options:
             raise ValueError("--attention pallas is not there yet: use auto or xla")
 
 
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What other commands take to make a method as ``python -m jspec.run`` would."""
+
+    accel: Annotated[Accel, "where to run"] = "auto"
+    target: Annotated[str, f"{DEFAULT_TARGET}, a directory, a .gguf file or a hub id"] = (
+        DEFAULT_TARGET
+    )
+    dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
+    method: Annotated[
+        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
+    ] = None
+    head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
+    budget: Annotated[int | None, "most nodes of a tree, root included"] = None
+    depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
+    width: Annotated[int | None, "as python -m jspec.run takes it"] = None
+    temperature: Annotated[float, "0: no noise is drawn"] = 0.0
+
+    def run_options(self, **changes) -> Options:
+        """What ``python -m jspec.run`` would be given to decode so."""
+        names = {field.name for field in dataclasses.fields(Options)}
+        mine = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        return Options(**{**mine, **changes})
+
+
 def exit_status(work: Callable[[], None]) -> int:
     """Runs a command: 0, 2 with one line for a user's error or a full disk or memory, 130 for Ctrl-C."""
     try:

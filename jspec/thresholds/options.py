@@ -5,34 +5,19 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from jspec.benches import BENCHES
-from jspec.device import Accel, Dtype
-from jspec.models.load import DEFAULT_TARGET
-from jspec.options import Options, parse_into
+from jspec.options import Drafting, Options, parse_into
 
 FIRST, LAST = 40, 100  # of each bench: beyond the prompts that the experiments measure
 
 
 @dataclasses.dataclass(frozen=True)
-class ThresholdOptions:
+class ThresholdOptions(Drafting):
     """What to calibrate, and with what; each field's annotation is its help.
 
     Raises:
       ValueError: an option out of range.
     """
 
-    accel: Annotated[Accel, "where to run"] = "auto"
-    target: Annotated[str, f"{DEFAULT_TARGET}, a directory, a .gguf file or a hub id"] = (
-        DEFAULT_TARGET
-    )
-    dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
-    method: Annotated[
-        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
-    ] = None
-    head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
-    budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
-    depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
-    width: Annotated[int | None, "as python -m jspec.run takes it"] = None
-    temperature: Annotated[float, "0: always the likeliest token"] = 0.0
     seed: Annotated[int, "of the draws"] = 0
     prompts: Annotated[
         str | None,
@@ -48,7 +33,7 @@ class ThresholdOptions:
 
     def run_options(self, **changes) -> Options:
         """What ``python -m jspec.run`` would be given to decode so."""
-        return Options(**{**dataclasses.asdict(self), "graft": "on", **changes})
+        return super().run_options(**{"graft": "on", **changes})
 
 
 def parse(argv: Sequence[str] | None = None) -> ThresholdOptions:

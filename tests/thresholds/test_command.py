@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -167,4 +166,3 @@ def test_rounds_are_what_forced_drafts_yield(tiny_model):
         forcing = params | {"graft": jnp.asarray(limit)}
         [one], _ = decode_all(plan, forcing, [prompt], **options)
         assert one.trace[0] == rounds.tokens[0, stage]
-    jax.clear_caches()
