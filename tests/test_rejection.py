@@ -1,5 +1,6 @@
 """Rejection rules by exact enumeration, against walks in plain Python, and three rules that are wrong."""
 
+import functools
 import itertools
 
 import jax
@@ -25,6 +26,7 @@ SHAPES = {  # parents; siblings stand in the order drawn
 }
 
 
+@functools.cache
 def jitted(rule):
     return jax.jit(rule, static_argnums=4)
 

@@ -124,7 +124,7 @@ def graft(
     return _graft(method, retrievers, checkpoints, thresholds, quotas, tail, bool(prune))
 
 
-def check_checkpoints(checkpoints: Sequence[int]) -> tuple[int, ...]:
+def check_checkpoints(checkpoints: Sequence[Any]) -> tuple[int, ...]:
     """The checkpoints, after making sure that they are some.
 
     Raises:
@@ -138,7 +138,7 @@ def check_checkpoints(checkpoints: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def check_thresholds(values: Sequence[float | int], count: int) -> tuple[float, ...]:
+def check_thresholds(values: Sequence[Any], count: int) -> tuple[float, ...]:
     """The thresholds, after making sure that they are ``count`` probabilities.
 
     Raises:

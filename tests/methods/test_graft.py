@@ -255,17 +255,20 @@ def test_what_is_not_sure_is_not_drafted(sure, limits, passes, deepest):
     assert proposal.tree.depths.max(axis=1).tolist() == deepest  # the table is empty
 
 
-def test_an_outer_predicate_has_its_say():
-    method = graft(by_level(8, 2, 0.9, VOCAB), k=3)
+@pytest.mark.parametrize("prune", [True, False])
+def test_an_outer_predicate_has_its_say(prune):
+    method = graft(by_level(8, 2, 0.9, VOCAB), k=3, prune=prune)
     params = PARAMS | {"text": jnp.arange(40) % VOCAB}
-    state = method.init(params, 2, CAPACITY, None)
-    roots = jnp.zeros(2, jnp.int32)
-    proposal, _ = method.propose(params, state, roots, lambda level, scores: scores[:, 0] > -0.25)
-    assert int(proposal.passes) == 3  # 0.9 ** 3 is below exp(-0.25)
-    for prune in (True, False):
-        method = graft(by_level(8, 2, 0.9, VOCAB), k=3, prune=prune)
-        never = method.propose(params, state, roots, lambda level, scores: scores[:, 0] > 0)[0]
-        assert int(never.passes) == 0 and never.tree.size.tolist() == [1, 1]
+    state, roots = method.init(params, 2, CAPACITY, None), jnp.zeros(2, jnp.int32)
+
+    @jax.jit
+    def propose(least):
+        proposal, _ = method.propose(params, state, roots, lambda _, scores: scores[:, 0] > least)
+        return proposal.passes, proposal.tree.size
+
+    assert int(propose(-0.25)[0]) == 3  # 0.9 ** 3 is below exp(-0.25)
+    passes, size = propose(0.0)
+    assert int(passes) == 0 and size.tolist() == [1, 1]
 
 
 # Real rounds.
@@ -321,7 +324,7 @@ def test_a_drafter_is_shown_what_it_asked_for(tiny):
         plan = Plan(config, graft(watching(top), k=5), buckets=())
         state = new_state(plan, params, 1, 64, jax.random.key(0))
         state = admit(plan, params, state, 0, [1, 2, 3], 0, 9)
-        decode_round(plan, params, state)
+        jax.eval_shape(functools.partial(decode_round, plan), params, state)
         assert {shape[2] for shape in seen} == {top}
         seen.clear()
 
@@ -338,7 +341,7 @@ def test_prompts_are_no_rounds(tiny):
     state = new_state(plan, params, 1, 64, jax.random.key(0))
     state = admit(plan, params, state, 0, [1, 2, 3], 0, 9)
     assert inner_state(state.method).rows.tolist() == [2]
-    state, verdict = decode_round(plan, params, state)
+    state, verdict = jax.jit(decode_round, static_argnums=0)(plan, params, state)
     assert inner_state(state.method).rows.tolist() == [2 + 100 + int(verdict.count[0])]
 
 
@@ -354,12 +357,13 @@ def test_what_it_remembers(tiny):
     assert (np.asarray(memory.parts[1]) >= 0).any()
     again, _ = decode_all(plan, params, queue, memory=memory, **options)
     assert [one.tokens for one in again] == [one.tokens for one in done]
-    assert sum(x.rounds for x in again) <= sum(x.rounds for x in done)
+    np.testing.assert_array_equal(method.init(params, 1, 64, memory).shared[1], memory.parts[1])
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(memory))
     with pytest.raises(ValueError, match="memory must be one of graft"):
         method.init(params, 1, 64, memory.parts[1])
 
 
+@pytest.mark.slow
 def test_replay_of_retrieval_from_the_text_alone(tiny):
     config, head, params = tiny
     queue = [[1, 2, 3, 1, 2], [4]]
@@ -393,7 +397,6 @@ WRONG = {
     r"thresholds must be in \[0, 1\], got 1.5": {"thresholds": (0.3, 1.5, 0)},
     r"thresholds must be in \[0, 1\], got -0.1": {"thresholds": (-0.1, 0.5, 0)},
     r"thresholds must be in \[0, 1\], got nan": {"thresholds": (0.1, 0.5, float("nan"))},
-    r"thresholds must be numbers in \[0, 1\], got 'x'": {"thresholds": (0.1, "x", 0.1)},
     "thresholds must be 3, got 2": {"thresholds": (0.3, 0.2)},
     "thresholds must be 1, got 3": {"thresholds": (0.3, 0.2, 0.1), "place": "tail"},
     r"shares must be in \[0, 1\], at most the whole budget, got 1.1": {"shares": (0.2, 1.1, 0)},
