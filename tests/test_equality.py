@@ -179,7 +179,7 @@ def test_graft_changes_nothing(tiny, reference, factory, name, batch, kind):
     config, params = tiny
     queue = prompts(config.vocab_size)
     method = grafted(factory, config, 16, "root" if kind == "smart" else kind)
-    method = smart(method, buckets=BUCKETS, queue=5) if kind == "smart" else method
+    method = smart(method, queue=5) if kind == "smart" else method
     ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
     assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 

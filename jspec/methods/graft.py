@@ -264,6 +264,7 @@ def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune):
         observe if learns else unchanged,
         memory,
         path_only=all(part.path_only for part in learns),
+        detail="; ".join(part.detail for part in parts),
     )
 
 
