@@ -63,7 +63,9 @@ class Options:
     smart: Annotated[
         Switch, "on: verify only the nodes that pay; measures the machine the first time"
     ] = "off"
-    graft: Annotated[Switch, "on: not there yet"] = "off"
+    graft: Annotated[
+        Switch, "on: retrieved tokens where the drafter is unsure, by python -m jspec.thresholds"
+    ] = "off"
     temperature: Annotated[float, "0: always the likeliest token"] = 0.0
     top_p: Annotated[float, "in (0, 1]; 1 is off"] = 1.0
     top_k: Annotated[int, "0 is off"] = 0
@@ -104,12 +106,35 @@ class Options:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
             raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
-        only = {"graft": "off", "mesh": ONE_DEVICE}
-        for name, there in only.items():
-            if (value := getattr(self, name)) != there:
-                raise ValueError(f"{_flag(name)} {value} is not there yet: use {there}")
+        if self.mesh != ONE_DEVICE:
+            raise ValueError(f"--mesh {self.mesh} is not there yet: use {ONE_DEVICE}")
         if self.attention == "pallas":
             raise ValueError("--attention pallas is not there yet: use auto or xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What other commands take to make a method as ``python -m jspec.run`` would."""
+
+    accel: Annotated[Accel, "where to run"] = "auto"
+    target: Annotated[str, f"{DEFAULT_TARGET}, a directory, a .gguf file or a hub id"] = (
+        DEFAULT_TARGET
+    )
+    dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
+    method: Annotated[
+        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
+    ] = None
+    head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
+    budget: Annotated[int | None, "most nodes of a tree, root included"] = None
+    depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
+    width: Annotated[int | None, "as python -m jspec.run takes it"] = None
+    temperature: Annotated[float, "0: no noise is drawn"] = 0.0
+
+    def run_options(self, **changes) -> Options:
+        """What ``python -m jspec.run`` would be given to decode so."""
+        names = {field.name for field in dataclasses.fields(Options)}
+        mine = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        return Options(**{**mine, **changes})
 
 
 def exit_status(work: Callable[[], None]) -> int:

@@ -60,6 +60,7 @@ from jspec.text import (
     shown_text,
     target_stops,
 )
+from jspec.thresholds.store import ready_graft
 
 DRAWN_ROUNDS = 3  # of --tree: those in which something was drafted
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
@@ -174,15 +175,29 @@ def prepare(options: Options) -> Job:
     return Job(options, target, head, plan, prompts, ids, target_stops(target, options.stop))
 
 
+def make_method(options: Options, target: Target) -> tuple[Head | None, Method]:
+    """The head and the method that the options name, whatever is combined with it.
+
+    Raises:
+      ValueError: a head that does not fit.
+    """
+    factory = find_method(options)
+    head = load_head(options.head, target) if factory.headed else None
+    return head, factory.make(head.config) if head else factory.make()
+
+
 def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Head | None, Plan]:
     """The head and the plan that the options, which name a method, ask for.
 
     Raises:
-      ValueError: a head that does not fit, or ``--smart on`` where there is nothing to choose.
+      ValueError: a head that does not fit, ``--smart on`` or ``--graft on`` where there is nothing to choose, or
+        damaged thresholds.
     """
-    factory = find_method(options)
-    head = load_head(options.head, target) if factory.headed else None
-    method = factory.make(head.config) if head else factory.make()
+    head, method = make_method(options, target)
+    if options.graft == "on":
+        if method.budget == 1:
+            raise ValueError("--graft on has no room with a budget of 1: use --graft off")
+        method = ready_graft(method, target.fingerprint, head and head.fingerprint)
     if options.smart == "on":
         if method.budget == 1:
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
@@ -368,7 +383,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "head_fingerprint": job.head and job.head.fingerprint,
         "budget": job.plan.method.budget,
         "smart": options.smart == "on",
-        "graft": False,
+        "graft": options.graft == "on",
         "dtype": next(name for name, kind in DTYPES.items() if kind == dtype),
         "temperature": options.temperature,
         "top_p": options.top_p,

@@ -21,6 +21,7 @@ from jspec.methods import (
     ddtree,
     dflash,
     domino,
+    graft,
     jetspec,
     prompt_lookup,
     smart,
@@ -30,7 +31,7 @@ from jspec.models.transformer import fuse
 from jspec.prefill import admit
 from jspec.sampling import Sampling
 from jspec.state import Plan, new_state
-from tests.drafters import echo, noise
+from tests.drafters import echo, noise, wild
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -178,6 +179,58 @@ def test_smart_changes_nothing(tiny, reference, factory, name, batch, rule):
     method = smart(make(factory, config, 16), rule=rule, queue=5)
     ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
     assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
+def grafted(factory, config, budget, kind):
+    """The combinator over a method, in all its forms, with thresholds that prune some rounds and not others."""
+    method = wild(3, 5, config.vocab_size) if factory is wild else make(factory, config, budget)
+    options = {
+        "root": {"thresholds": (0.3, 0.2, 0.1)},
+        "both": {"retrieve": "both", "thresholds": (0.3, 0.2, 0.1), "scope": "kept"},
+        "tail": {"place": "tail", "leaves": 2, "retrieve": "both", "thresholds": (0.1,)},
+        "not pruned": {"prune": False},
+    }
+    return graft(method, **options[kind])
+
+
+QUICK_GRAFT = [
+    (wild, "top-p", 3, "root"),
+    (dflash, "greedy", 1, "tail"),
+    (ddtree, "top-p", 3, "smart"),
+]
+GRAFT = [
+    pytest.param(*case, marks=[] if case in QUICK_GRAFT else [pytest.mark.slow])
+    for case in itertools.product(
+        (wild, prompt_lookup, *CAUSAL),
+        SAMPLINGS,
+        (1, 3, 5),
+        ("root", "both", "tail", "not pruned", "smart"),
+    )
+    if case[1:3] == ("top-p", 3) or case[3] == "root" or case in QUICK_GRAFT
+]
+
+
+@pytest.mark.parametrize(("factory", "name", "batch", "kind"), GRAFT)
+def test_graft_changes_nothing(tiny, reference, factory, name, batch, kind):
+    """Also under smart, which cuts its trees and stops its drafts."""
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    method = grafted(factory, config, 16, "root" if kind == "smart" else kind)
+    method = smart(method, queue=5) if kind == "smart" else method
+    ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
+    assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [2, 8, 32, 64])
+@pytest.mark.parametrize("name", ["greedy", "top-p"])
+def test_graft_at_other_budgets(tiny, reference, budget, name):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    for factory, kind in ((jetspec, "root"), (dflash, "tail")):
+        method = grafted(factory, config, budget, kind)
+        ours = texts(config, params, method, SAMPLINGS[name], 5, queue)
+        assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

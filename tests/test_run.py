@@ -412,7 +412,7 @@ BAD = {
     "a width of a chain": (["--method", "dflash", "--head", "x", "--width", "2"], "no width"),
     "smart": (["--smart", "on", "--method", "ar"], "--smart on has nothing to choose"),
     "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
-    "graft": (["--graft", "on"], "--graft on is not there yet: use off"),
+    "graft": (["--graft", "on", "--method", "ar"], "--graft on has no room with a budget of 1"),
     "two devices": (["--mesh", "data=2,model=1"], "is not there yet: use data=1,model=1"),
     "pallas": (["--attention", "pallas"], "not there yet: use auto or xla"),
     "no config": (["--config", "no.yaml"], "--config: File does not exist"),

@@ -210,6 +210,23 @@ def test_assemble(count, budget, depth):
         expect(run(jnp.asarray(roots), *candidate_arrays(lists)), want)
 
 
+@pytest.mark.parametrize(("count", "budget"), [(12, 13), (40, 16)])
+def test_assemble_in_another_order(count, budget):
+    """Scores and sources are those of the candidates that the order prefers."""
+    run = jax.jit(partial(jt.assemble, budget=budget))
+    rng = np.random.default_rng(16)
+    for _ in range(4):
+        roots = rng.integers(0, 3, BATCH).astype(np.int32)
+        lists = [random_candidates(rng, count) for _ in range(BATCH)]
+        order = rng.integers(-9, 2, (BATCH, count)) / 4
+        want = [
+            oracles.assemble(int(r), c, budget, count, keys.tolist())
+            for r, c, keys in zip(roots, lists, order)
+        ]
+        tree = run(jnp.asarray(roots), *candidate_arrays(lists), order=jnp.asarray(order))
+        expect(tree, want)
+
+
 def test_assemble_merges_transitively():
     # Two copies of the path 5, 6, children first; the second copy has the better end and a child.
     candidates = [
