@@ -51,7 +51,7 @@ class Options:
     ] = None
     budget: Annotated[
         int | None,
-        "nodes of a tree, root included; default: 4, with a head 8 (jetspec: 16, dflash and domino: the block), "
+        "nodes of a tree, root included; default: 4 on a CPU, else 32 (dflash and domino: the head's block), "
         "with --smart on 32",
     ] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None

@@ -51,14 +51,11 @@ from jspec.report import (
 from jspec.sampling import Sampling
 from jspec.state import Plan, capacity_for, new_state
 from jspec.text import (
-    DEFAULT_BUDGET,
-    HEAD_BUDGET,
-    JETSPEC_BUDGET,
-    SMART_BUDGET,
     Typist,
     encode_prompt,
     shown_text,
     target_stops,
+    usual_budget,
 )
 from jspec.thresholds.store import ready_graft
 
@@ -70,16 +67,20 @@ class Factory(NamedTuple):
     """How the command line makes a method, with --budget, what it calls --depth and --width, and a head's config."""
 
     make: Callable[..., Method]
-    budget: int | None  # by default; None: as many as its chain needs
     names: dict[str, str]
     headed: bool = False  # it drafts with a head
     corrected: bool = False  # and with one that has a correction
+    usual: Callable[[bool], int | None] = usual_budget  # by default, with --smart on and without it
 
 
 def _ar(budget: int) -> Method:
     if budget != 1:
         raise ValueError(f"--method ar has budget 1, got {budget}")
     return ar()
+
+
+_DEPTH = {"depth": "depth"}
+_BOTH = {**_DEPTH, "width": "width"}
 
 
 def _chain(
@@ -95,17 +96,15 @@ def _chain(
 
 
 METHODS = {
-    "ar": Factory(_ar, 1, {}),
-    "prompt_lookup": Factory(prompt_lookup, DEFAULT_BUDGET, {"depth": "depth", "width": "matches"}),
-    "token_recycling": Factory(token_recycling, DEFAULT_BUDGET, {"depth": "depth", "width": "k"}),
-    "jetspec": Factory(jetspec, JETSPEC_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
-    "dflash": Factory(partial(_chain, dflash), None, {"depth": "depth"}, headed=True),
-    "ddtree": Factory(ddtree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
-    "domino": Factory(partial(_chain, domino), None, {"depth": "depth"}, True, True),
-    "dartree": Factory(dartree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, True, True),
-    "dartree_fixed": Factory(
-        partial(dartree, variant="fixed"), HEAD_BUDGET, {"depth": "depth"}, True, True
-    ),
+    "ar": Factory(_ar, {}, usual=lambda smart: 1),
+    "prompt_lookup": Factory(prompt_lookup, {"depth": "depth", "width": "matches"}),
+    "token_recycling": Factory(token_recycling, {"depth": "depth", "width": "k"}),
+    "jetspec": Factory(jetspec, _BOTH, headed=True),
+    "dflash": Factory(partial(_chain, dflash), _DEPTH, headed=True, usual=lambda smart: None),
+    "ddtree": Factory(ddtree, _BOTH, headed=True),
+    "domino": Factory(partial(_chain, domino), _DEPTH, True, True, lambda smart: None),
+    "dartree": Factory(dartree, _BOTH, True, True),
+    "dartree_fixed": Factory(partial(dartree, variant="fixed"), _DEPTH, True, True),
 }
 
 
@@ -183,7 +182,10 @@ def make_method(options: Options, target: Target) -> tuple[Head | None, Method]:
     """
     factory = find_method(options)
     head = load_head(options.head, target) if factory.headed else None
-    return head, factory.make(head.config) if head else factory.make()
+    make = factory.make
+    if options.budget is None:
+        make = partial(make, budget=factory.usual(options.smart == "on"))
+    return head, make(head.config) if head else make()
 
 
 def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Head | None, Plan]:
@@ -242,7 +244,7 @@ def choose(options: Options, target: Target) -> Options:
 
 
 def find_method(options: Options) -> Factory:
-    """The method that the options name, with their values.
+    """The method that the options name, with their values; without --budget its ``make`` still takes one.
 
     Raises:
       ValueError: there is none of that name, or it does not take an option's value.
@@ -252,17 +254,15 @@ def find_method(options: Options) -> Factory:
     factory = METHODS[options.method]
     if not factory.headed and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
-    usual = SMART_BUDGET if options.smart == "on" and factory.budget != 1 else factory.budget
-    budget = usual if options.budget is None else options.budget
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - factory.names.keys():
         raise ValueError(f"--method {options.method} has no {min(unknown)}: leave it out")
     given = {factory.names[name]: value for name, value in given.items()}
-    if budget is not None:
-        check_range("--budget", budget, 1, MAX_BUDGET)
-        given["budget"] = budget
-    return factory._replace(make=partial(factory.make, **given), budget=budget)
+    if options.budget is not None:
+        check_range("--budget", options.budget, 1, MAX_BUDGET)
+        given["budget"] = options.budget
+    return factory._replace(make=partial(factory.make, **given))
 
 
 def read_all(options: Options) -> list[Prompt]:

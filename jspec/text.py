@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -21,12 +22,9 @@ from jspec.sampling import Sampling
 from jspec.state import Plan, capacity_for
 from jspec.stopping import cut_at, stop_table
 
-# Nodes of a tree where the user names no number.
-DEFAULT_BUDGET = 4  # the best of 4, 16 and 64 on two cores (experiments/baselines)
-HEAD_BUDGET = 8  # of ddtree
-JETSPEC_BUDGET = (
-    16  # with 8 its trees are stars: the root gets 7 children before another node gets any
-)
+# Nodes of a tree where the user names no number. On a CPU the fastest of 4, 16 and 64 without a head, and of 4, 8 and
+# 16 with one (experiments/baselines, experiments/jetspec); on accelerators, where rows cost less, none was measured.
+CPU_BUDGET, ACCELERATOR_BUDGET = 4, 32
 SMART_BUDGET = 32  # where smart chooses among them
 
 
@@ -45,12 +43,20 @@ class Answer:
     finished: Finished
 
 
+def usual_budget(smart: bool = False) -> int:
+    """Nodes of a tree where the user names no number; most of them, where ``smart`` chooses."""
+    if smart:
+        return SMART_BUDGET
+    return CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET
+
+
 def default_method(head: Head | None = None, budget: int | None = None) -> Method:
     """With a head the likeliest nodes of what it drafts; without one the best method that needs no training."""
+    budget = usual_budget() if budget is None else budget
     if head is None:
-        return prompt_lookup(budget or DEFAULT_BUDGET)
+        return prompt_lookup(budget)
     tree = ddtree if head.config.correction is None else dartree
-    return tree(head.config, budget or HEAD_BUDGET)
+    return tree(head.config, budget)
 
 
 def generate_text(
@@ -100,7 +106,7 @@ def generate_text(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
     if method is None:
-        method = default_method(head, SMART_BUDGET if smart else None)
+        method = default_method(head, usual_budget(smart))
     check_method(method)
     method = combine(method) if smart else method
     plan = Plan(target.config, method, sampling, attention=attention)

@@ -362,7 +362,7 @@ def test_a_config_file_and_overrides(tmp_path):
 def test_committed_configs(path):
     chosen = parse(["--config", str(path)])
     assert chosen != Options()
-    assert run.find_method(chosen).budget >= 1
+    assert callable(run.find_method(chosen).make)
 
 
 BAD = {
