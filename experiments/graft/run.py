@@ -31,7 +31,7 @@ METHODS = ("eagle3", "dartree", "jetspec", "ddtree", "dflash")
 BUDGETS = (8, 32)
 COUNT, NEW, LONG_NEW = 10, 64, 128
 MODULES = ("bisect", "fnmatch", "heapq", "shlex", "textwrap")
-LETTERS = 4500  # of a module: 1,100 to 1,500 tokens
+LETTERS = 4000  # of a module: 1,000 to 1,400 tokens
 
 
 def variants(drafter, target, head):
@@ -61,7 +61,8 @@ def long_prompts() -> list[Prompt]:
         ask = f"Print this module again, with a comment above each function.{fenced}"
         found.append(user_turn(f"edit/{name}", ask))
         found.append(user_turn(f"summarise/{name}", f"Say what each part of it does.{fenced}"))
-        found.append(Prompt(f"go-on/{name}", text=(code + "\n\n\n") * 2 + code[:300]))
+        part = code[: code[: LETTERS // 2].rindex("\n")]
+        found.append(Prompt(f"go-on/{name}", text=f"{part}\n\n\n" * 2 + part[:300]))
     return found
 
 

@@ -74,7 +74,8 @@ def graft(
     drafters of a chain (``leaves=1``). The two variants that the paper found worse are ``prune=False``, with either
     place: the drafter always drafts to its end, and the last one of ``shares`` always goes to retrieved nodes.
 
-    ``params["graft"]``, where it is there, are thresholds to be used instead of the method's own: an array of as many.
+    ``params["graft"]``, where it is there, are thresholds to be used instead of the method's own: an array of as many,
+    or one number for all.
     Memory is a ``GraftMemory``. Of a node that is both drafted and retrieved, the drafter's score and source count; a
     retrieved one's score is its retriever's, below a leaf added to the leaf's, and never above its parent's.
 
@@ -203,6 +204,7 @@ def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune):
 
     def propose(params, state, roots, keep_growing=None):
         limits = jnp.asarray(params.get("graft", thresholds), jnp.float32)
+        limits = jnp.broadcast_to(limits, (len(thresholds),))
         drafter, *others = split(state)
         stop = keep_sure(watched, limits, keep_growing) if watched else keep_growing
         proposal, drafter = method.propose(params, drafter, roots, stop)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec.heads.correction import gru_step, path_part, read_tokens, slot_part, taught_inputs
-from jspec.heads.parallel import draft_logits, init_head
+from jspec.heads.parallel import draft_logits, empty_cache, init_head
 from jspec.heads.published import to_tensors
 from jspec.method import MethodState
 from jspec.methods import dartree, dflash, domino
@@ -293,6 +293,24 @@ def test_a_head_that_is_no_number_drafts_nothing(name):
         check(tree)
         assert (np.asarray(tree.size) >= 2).all()  # the first drafts are not corrected
         assert int(tree.depths.max()) == kind.correction.prefix
+
+
+def test_half_precision():
+    kind = DOMINOS["causal domino"]
+    head, target = head_and_target(kind, dtype=jnp.bfloat16)
+    cache, root = empty_cache(kind, 1, 8), 5
+    tensors, (ids, output) = to_tensors(kind, head), vocabulary(kind, head, target)
+    states = reference_states(kind, head, target, np.zeros((0, 2, 32)), root, kind.depth)
+    for method in (domino(kind, 8), dartree(kind, 16, normalise="vocabulary")):
+        tree = propose(head, target, method, cache, np.asarray([root])).tree
+        check(tree)
+        found = paths_of(tree, 0)
+        for path, score in found.items():
+            if path:  # the reference's probability of the path's last token, whatever led to it
+                arrays = kind, tensors, target["embed"], output, states[len(path) - 1]
+                logits = reference.path_logits(*arrays, [root, *path[:-1]])
+                want = reference.log_softmax(logits)[np.searchsorted(ids, path[-1])]
+                assert score - found[path[:-1]] == pytest.approx(want, abs=0.3)
 
 
 # Arguments.

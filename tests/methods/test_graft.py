@@ -241,6 +241,7 @@ def test_confidence_is_the_best_path_at_a_depth():
         ([0.8, 0.4], (0.35, 0.25, 0.15), 8, [8, 2]),
         ([0.2, 0.1], (0.0, 0.0, 0.0), 8, [8, 8]),
         ([0.9, 0.9], (1.0, 0.0, 0.0), 1, [1, 1]),
+        ([0.2, 0.1], 0.0, 8, [8, 8]),  # one number for all
     ],
 )
 def test_what_is_not_sure_is_not_drafted(sure, limits, passes, deepest):

@@ -78,9 +78,8 @@ def test_it_calibrates_keeps_and_decoding_uses_it(asked, kept, capsys, tmp_path)
     assert err.count("\n") == 1 and "is damaged: it has 'valves': calibrate anew" in err
 
 
-def some(use, **changes):
-    found = Thresholds(use, (0, 1, 5), (0.4, 0.2, 0.0), 8, 200, 4000, 2.5, 2.25)
-    return dataclasses.replace(found, **changes)
+def some(use):
+    return Thresholds(use, (0, 1, 5), (0.4, 0.2, 0.0), 8, 200, 4000, 2.5, 2.25)
 
 
 def test_thresholds_are_written_whole_and_read_back(tmp_path):
@@ -105,10 +104,11 @@ WRONG = {
 
 @pytest.mark.parametrize("says", WRONG)
 def test_damaged_thresholds_are_one_line(tmp_path, says):
-    use = Use("abc", None, "jetspec", "root", "table")
-    write_thresholds(tmp_path / "a.json", some(use, **WRONG[says]))
+    use, path = Use("abc", None, "jetspec", "root", "table"), tmp_path / "a.json"
+    write_thresholds(path, some(use))
+    path.write_text(json.dumps(json.loads(path.read_text()) | WRONG[says]))
     with pytest.raises(ValueError, match=f"a.json is damaged: {says}.*: calibrate anew"):
-        read_thresholds(tmp_path / "a.json", use)
+        read_thresholds(path, use)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"format": 2}', "[" * 5000, "x" * (1 << 21)])
