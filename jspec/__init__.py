@@ -4,8 +4,10 @@ From text to text: ``load``, ``generate_text``. The steps of a round: ``propose`
 ``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
 ``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
 ``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
-``draft_table``; or a ``Method`` of your own. ``smart(method)`` cuts a method's trees to what pays by a cost model,
-``make_cost(...)`` or the ``Profile`` of ``ready_profile(...)``.
+``draft_table``, and ``domino(...)``, ``dartree(...)`` where the head has a ``Correction``; or a ``Method`` of your own.
+``smart(method)`` cuts a method's trees to what pays by a cost model, ``make_cost(...)`` or the ``Profile`` of
+``ready_profile(...)``; ``graft(method)`` fills them with retrieved tokens where the drafter is unsure. ``sequoia`` and
+``traversal`` are rejection rules for sampled trees.
 """
 
 __version__ = "0.1.0"
@@ -31,13 +33,16 @@ from jspec.device import keep_compilations, pick_accelerator
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
-from jspec.heads.config import HeadConfig, HeadError, config_for, spread_taps
+from jspec.heads.config import Correction, HeadConfig, HeadError, config_for, spread_taps
 from jspec.heads.parallel import DraftTable, draft_table, init_head
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
 from jspec.methods import (
     ar,
+    dartree,
     ddtree,
     dflash,
+    domino,
+    graft,
     jetspec,
     prompt_lookup,
     seed_table,
@@ -50,6 +55,7 @@ from jspec.models.load import load_target as load
 from jspec.picture import draw_svg, draw_text
 from jspec.prefill import admit
 from jspec.recording import Recording, record, replay
+from jspec.rejection import Rejection, draw_siblings, sequoia, tokens_of, traversal
 from jspec.report import summarize
 from jspec.sampling import Sampling
 from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state
@@ -63,6 +69,7 @@ from jspec.text import (
     shown_text,
     target_stops,
 )
+from jspec.thresholds.store import ready_graft
 from jspec.tree import (
     HEAD,
     RETRIEVED,
@@ -89,6 +96,7 @@ __all__ = [
     "SOURCES",
     "Answer",
     "Comparison",
+    "Correction",
     "Cost",
     "DecodeState",
     "Difference",
@@ -112,6 +120,7 @@ __all__ = [
     "Prompt",
     "Proposal",
     "Recording",
+    "Rejection",
     "Rows",
     "Sampling",
     "Stream",
@@ -133,12 +142,15 @@ __all__ = [
     "commit",
     "compact",
     "config_for",
+    "dartree",
     "ddtree",
     "decode_all",
     "decode_round",
     "default_method",
     "dflash",
+    "domino",
     "draft_table",
+    "draw_siblings",
     "draw_svg",
     "draw_text",
     "encode_prompt",
@@ -148,6 +160,7 @@ __all__ = [
     "from_paths",
     "generate",
     "generate_text",
+    "graft",
     "grow",
     "init_head",
     "jetspec",
@@ -167,6 +180,7 @@ __all__ = [
     "prompt_lookup",
     "propose",
     "read_prompts",
+    "ready_graft",
     "ready_profile",
     "record",
     "replay",
@@ -175,6 +189,7 @@ __all__ = [
     "save_head",
     "seed_table",
     "select",
+    "sequoia",
     "setting_of",
     "shown_text",
     "smart",
@@ -184,6 +199,8 @@ __all__ = [
     "summarize",
     "target_stops",
     "token_recycling",
+    "tokens_of",
+    "traversal",
     "unpack_bits",
     "user_turn",
     "verify",

@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from jaxtyping import DTypeLike
+from safetensors import SafetensorError
 from safetensors.flax import save_file
 
 from jspec.heads.config import HeadConfig, HeadError, check_pair
@@ -34,7 +35,7 @@ from jspec.heads.published import (
     to_tensors,
 )
 from jspec.models.config import read_json
-from jspec.models.load import Target
+from jspec.models.load import Target, from_hub, is_hub_id
 from jspec.models.tensors import read_tensors, sample
 
 _FILES = {"config.json", "params", "model.safetensors", "README.md"}  # what a head's folder holds
@@ -57,7 +58,7 @@ class Head:
 
 
 def load_head(name_or_path: str | Path, target: Target) -> Head:
-    """A head for a target, by the name of a shipped one or from a folder of either format.
+    """A head for a target, by the name of a shipped one, from a folder of either format, or by a hub id.
 
     Raises:
       HeadError: no such head, a damaged one, or one made for another target.
@@ -74,20 +75,34 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     return Head(config, params, str(name_or_path), fingerprint)
 
 
-def shipped_head(target: Target, causal: bool) -> str | None:
+def shipped_head(target: Target, causal: bool, corrected: bool = False) -> str | None:
     """The name of a shipped head that was trained on a target; None where there is none.
 
     Args:
       target: compared by fingerprint.
       causal: which kind is taken where there are both.
+      corrected: one with a correction is wanted, or one without.
     """
     fitting = {}
     for name in _shipped():
-        with as_head_error():
-            config = config_from_json(read_json(SHIPPED / name / "config.json"))
-        if config.target_fingerprint == target.fingerprint:
+        config = _config_in(SHIPPED / name)
+        fits = corrected == (config.correction is not None)
+        if fits and config.target_fingerprint == target.fingerprint:
             fitting.setdefault(config.causal, name)
     return fitting.get(causal, fitting.get(not causal))
+
+
+def is_corrected(name_or_path: str | Path) -> bool:
+    """Whether a head has a correction; False where there is no head to be read, which loading it will say."""
+    try:
+        return _config_in(locate_head(str(name_or_path))).correction is not None
+    except HeadError:
+        return False
+
+
+def _config_in(folder):
+    with as_head_error():
+        return config_from_json(read_json(folder / "config.json"))
 
 
 def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
@@ -96,8 +111,8 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
     Raises:
       HeadError: what is there is no head, or a damaged one.
     """
+    config = _config_in(folder)
     with as_head_error():
-        config = config_from_json(read_json(folder / "config.json"))
         if (folder / "params").is_dir():
             found = _restore(folder / "params", config)
         else:
@@ -125,8 +140,11 @@ def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -
     check_place(Path(folder))
 
     def write(path):
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((path / "params").absolute(), head)
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save((path / "params").absolute(), head)
+        except ValueError as error:  # so orbax says that a disk is full
+            raise OSError(str(error).splitlines()[0]) from None
 
     _write(Path(folder), config, jnp.dtype(head["fc"].dtype).name, write)
 
@@ -144,9 +162,11 @@ def export_head(
       folder: made where need be.
       config: the head's.
       head: see ``jspec.heads.parallel``.
-      dtype: of the weights in the file.
+      dtype: of the weights in the file; a floating one.
       card: what the README.md beside it says; None: there is none.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating one, got {jnp.dtype(dtype).name}")
     head = _own(config, head)
 
     def cast(x):
@@ -163,9 +183,14 @@ def export_head(
 
 
 def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
-    """16 hex digits over the config and 4096 evenly spaced bytes of each array."""
-    digest = hashlib.sha256(repr(config).encode())
+    """16 hex digits over the config and 4096 evenly spaced bytes of each array, in bf16 where that holds its values."""
+    # Heads keep the fingerprints that they had when there was nothing else.
+    said = repr(config).replace(", shift_labels=False, correction=None", "")
+    digest = hashlib.sha256(said.encode())
     for name, array in sorted(to_tensors(config, head).items()):
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            narrow = array.astype(jnp.bfloat16)
+            array = narrow if (narrow.astype(array.dtype) == array).all() else array
         digest.update(sample(name, np.asarray(array)))
     return digest.hexdigest()[:16]
 
@@ -175,7 +200,7 @@ def _shipped():
 
 
 def locate_head(name: str) -> Path:
-    """The folder of a head, by the name of a shipped one or by its path.
+    """The folder of a head: by the name of a shipped one, by its path, or downloaded by its hub id.
 
     Raises:
       HeadError: there is none.
@@ -188,8 +213,11 @@ def locate_head(name: str) -> Path:
         there, is_run = path.is_dir(), (path / "log.jsonl").is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
         raise HeadError(f"no head {name!r}: {error}") from None
+    if not there and is_hub_id(name) and not path.exists():
+        with as_head_error():
+            return from_hub(name)
     if not there:
-        raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder'])}")
+        raise HeadError(f"no head {name!r}: give {', '.join([*names, 'a folder or a hub id'])}")
     if is_run:
         raise HeadError(f"{path} is a run of jspec.train: a head is {path / 'head'}, once exported")
     return path
@@ -211,6 +239,8 @@ def _own(config, head):
     """What is stored of a head, if it is all that there should be."""
     head = {name: x for name, x in head.items() if name != "lm_head"}
     _check_shapes(_by_name(head), config, "the head's arrays")
+    if config.draft_vocab_size is not None:
+        _check_draft_ids(config, np.asarray(head["draft_ids"]))
     return head
 
 
@@ -296,7 +326,9 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
     A kill at any moment leaves the old folder or the new one, under its name or, between two renames, as ``.NAME.old``.
     """
     folder = folder.resolve()  # a link goes on pointing to it
-    work, old = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "old"))
+    work, old = (
+        folder.with_name(f".{folder.name}.{what}") for what in (f"{os.getpid()}.partial", "old")
+    )
     if old.is_dir() and not folder.exists():
         os.replace(old, folder)  # a kill came between the two renames
     if folder.exists():
@@ -308,7 +340,7 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
             raise HeadError(f"{folder} holds more than a head ({more[0]}): give another") from None
     text = json.dumps(config_to_json(config, dtype), indent=2)
     try:
-        shutil.rmtree(work, ignore_errors=True)
+        _clear(folder)
         shutil.rmtree(old, ignore_errors=True)
         work.mkdir(parents=True)
         (work / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -322,7 +354,22 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
                 os.replace(old, folder)
             raise
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise HeadError(f"{folder} cannot be written: {error}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _clear(folder: Path) -> None:
+    """Takes away what processes that were killed have left behind of a folder."""
+    if not folder.parent.is_dir():
+        return
+    for path in folder.parent.iterdir():
+        head, _, pid = path.name.removesuffix(".partial").rpartition(".")
+        if path.name.endswith(".partial") and head == f".{folder.name}" and pid.isdigit():
+            try:
+                os.kill(int(pid), 0)
+            except (ProcessLookupError, OverflowError):
+                shutil.rmtree(path, ignore_errors=True)
+            except OSError:
+                pass  # it lives, and is another user's

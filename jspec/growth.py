@@ -1,6 +1,6 @@
 """Growing trees level by level, for drafters that read a level before they draft the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ def grow(
     width: int,
     keep: int,
     keep_growing: Callable[[Array, Array], Array] | None = None,
+    limits: Sequence[int] | None = None,
 ) -> tuple[Tree, Any]:
     """Grows trees level by level, as a ``lax.scan``, or a ``lax.while_loop`` with ``keep_growing``.
 
@@ -48,13 +49,16 @@ def grow(
       keep_growing: ``keep_growing(level i32[], scores f32[B, q]) -> bool[B]``, asked before each
         level (0 expands the root) with the frontier's scores. A row that stops has an invalid
         frontier from then on; ``expand`` is not called where no row grows.
+      limits: of each level, how many of the ``keep`` it keeps, at most; default: all.
 
     Returns:
       The trees and the last carry.
 
     Raises:
-      ValueError: ``keep`` is not from 1 to q * W.
+      ValueError: ``keep`` is not from 1 to q * W, or there are not as many ``limits`` as levels.
     """
+    if limits is not None and len(limits) != depth:
+        raise ValueError(f"limits must be one for each of {depth} levels, got {len(limits)}")
 
     def step(state):
         level, frontier, nodes, carry = state
@@ -66,6 +70,8 @@ def grow(
         edges = jnp.where(logps > -jnp.inf, jnp.minimum(logps.astype(jnp.float32), 0), -jnp.inf)
         paths = frontier.scores[:, :, None] + edges
         scores, best = lax.top_k(paths.reshape(batch, -1), keep)
+        if limits is not None:
+            scores = jnp.where(jnp.arange(keep) < jnp.asarray(limits)[level], scores, -jnp.inf)
         slots = best // fan
         tokens = take(tokens.reshape(batch, -1).astype(jnp.int32), best)
         new = (tokens, take(frontier.nodes, slots), scores)

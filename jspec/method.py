@@ -57,7 +57,7 @@ class Proposal(NamedTuple):
     tree: Tree
     lookahead: Any = None
     draft_logits: Array | None = None
-    passes: Int[Array, ""] | int = 0  # forward passes of a draft head that it took
+    passes: Int[Array, ""] | int = 0  # of a draft head, or levels where it drafts by levels
 
 
 class Verdict(NamedTuple):
@@ -89,6 +89,18 @@ def check_range(name: str, value: Any, low: int, high: int | None = None) -> Non
         raise ValueError(f"{name} must be a whole number, {wanted}, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def check_method(method: Any) -> None:
+    """Makes sure that an argument is a method.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not isinstance(method, Method):
+        raise ValueError(
+            f"method must be a Method, as jspec.prompt_lookup(8) is one, got {method!r}"
+        )
 
 
 def no_state(params: Params, batch: int, capacity: int, memory: Memory) -> MethodState:

@@ -1,6 +1,7 @@
 """The options of ``python -m jspec.run``, and how they are read from the command line and from YAML."""
 
 import dataclasses
+import difflib
 import re
 import sys
 import types
@@ -39,25 +40,32 @@ class Options:
     mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
     method: Annotated[
         str | None,
-        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash or ddtree; "
-        "default: ddtree if there is a head for it, else prompt_lookup",
+        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash, ddtree, domino, dartree or "
+        "dartree_fixed; default: with a head ddtree, or dartree if it has a correction, else prompt_lookup",
     ] = None
     head: Annotated[
         str | None,
-        "of jetspec, dflash and ddtree: a shipped draft head's name or a head's directory; "
-        "default: the shipped one that was trained on the target",
+        "of jetspec, dflash and ddtree, and of domino and dartree, which need one with a correction: a shipped draft "
+        "head's name, a head's directory or a hub id; default: the shipped one that was trained on the target, of "
+        "dflash the bidirectional, else the causal one",
     ] = None
-    budget: Annotated[int | None, "nodes of a tree, root included; default: the method's"] = None
+    budget: Annotated[
+        int | None,
+        "nodes of a tree, root included; default: 4 on a CPU, else 32 (dflash and domino: the head's block), "
+        "with --smart on 32",
+    ] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
         int | None,
         "matches of prompt_lookup, successors of token_recycling, children of a node of jetspec, "
-        "candidates of a slot of ddtree; default: the method's",
+        "candidates of a slot of ddtree, nodes of a depth of dartree; default: the method's",
     ] = None
     smart: Annotated[
         Switch, "on: verify only the nodes that pay; measures the machine the first time"
     ] = "off"
-    graft: Annotated[Switch, "on: not there yet"] = "off"
+    graft: Annotated[
+        Switch, "on: retrieved tokens where the drafter is unsure, by python -m jspec.thresholds"
+    ] = "off"
     temperature: Annotated[float, "0: always the likeliest token"] = 0.0
     top_p: Annotated[float, "in (0, 1]; 1 is off"] = 1.0
     top_k: Annotated[int, "0 is off"] = 0
@@ -98,12 +106,35 @@ class Options:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
             raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
-        only = {"graft": "off", "mesh": ONE_DEVICE}
-        for name, there in only.items():
-            if (value := getattr(self, name)) != there:
-                raise ValueError(f"{_flag(name)} {value} is not there yet: use {there}")
+        if self.mesh != ONE_DEVICE:
+            raise ValueError(f"--mesh {self.mesh} is not there yet: use {ONE_DEVICE}")
         if self.attention == "pallas":
             raise ValueError("--attention pallas is not there yet: use auto or xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """What other commands take to make a method as ``python -m jspec.run`` would."""
+
+    accel: Annotated[Accel, "where to run"] = "auto"
+    target: Annotated[str, f"{DEFAULT_TARGET}, a directory, a .gguf file or a hub id"] = (
+        DEFAULT_TARGET
+    )
+    dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
+    method: Annotated[
+        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
+    ] = None
+    head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
+    budget: Annotated[int | None, "most nodes of a tree, root included"] = None
+    depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
+    width: Annotated[int | None, "as python -m jspec.run takes it"] = None
+    temperature: Annotated[float, "0: no noise is drawn"] = 0.0
+
+    def run_options(self, **changes) -> Options:
+        """What ``python -m jspec.run`` would be given to decode so."""
+        names = {field.name for field in dataclasses.fields(Options)}
+        mine = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        return Options(**{**mine, **changes})
 
 
 def exit_status(work: Callable[[], None]) -> int:
@@ -118,6 +149,12 @@ def exit_status(work: Callable[[], None]) -> int:
     return 0
 
 
+def say(line: str) -> None:
+    """Tells a user on stderr what a command is about to spend time on."""
+    if sys.stderr is not None:
+        print(f"jspec: {line}", file=sys.stderr, flush=True)
+
+
 class Parser(jsonargparse.ArgumentParser):
     """A parser whose errors are ``ValueError``s of one line.
 
@@ -127,9 +164,24 @@ class Parser(jsonargparse.ArgumentParser):
 
     dash = "-"
 
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **keywords: Any) -> Any:
+        """As the library does; dashes and underscores mean the same in an option's name."""
+        args = sys.argv[1:] if args is None else args
+        return super().parse_args([self._spelled(arg) for arg in args], *more, **keywords)
+
+    def _spelled(self, arg):
+        name, is_, value = arg.partition("=")
+        respelled = "--" + re.sub("[-_]", self.dash, name[2:])
+        known = self._option_string_actions
+        return respelled + is_ + value if name not in known and respelled in known else arg
+
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         """Raises the error."""
-        raise ValueError(one_line(message, self.dash))
+        line = one_line(message, self.dash)
+        wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.-]+)", line)
+        if wrong and (near := difflib.get_close_matches(wrong[1], self._option_string_actions, 1)):
+            line = f"{line} (is {near[0]} meant?)"
+        raise ValueError(line)
 
 
 _load_yaml = jsonargparse.get_loader("yaml")
@@ -146,12 +198,17 @@ def _load(text: str) -> Any:
             nodes += node.value
         elif isinstance(node, yaml.MappingNode):
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if stage := next((name for name in names if name.isupper()), None):
+            given = [str(key.value) for key, value in node.value if value.value]
+            if stage := next((name for name in given if name.isupper()), None):
                 raise yaml.YAMLError(f"{stage} belongs on the command line, not into a config file")
             if twice := {name for name in names if names.count(name) > 1}:
                 raise yaml.YAMLError(f"{min(twice)} stands twice in a config file")
             nodes += [value for _, value in node.value]
-    return _load_yaml(text)
+    loaded = _load_yaml(text)
+    if not isinstance(loaded, dict):
+        return loaded
+    # --print_config writes positional arguments too, as empty ones.
+    return {name: value for name, value in loaded.items() if not str(name).isupper()}
 
 
 jsonargparse.set_loader("yaml", _load, (yaml.YAMLError,))

@@ -155,11 +155,11 @@ def admit(
       max_new_tokens: at least 1. The cache or the target's context may end the row earlier.
 
     Raises:
-      ValueError: no such slot; a prompt that ``check_prompt`` refuses.
+      ValueError: no such slot or index; a prompt that ``check_prompt`` refuses.
     """
     capacity = state.capacity
-    if not 0 <= slot < state.rows.done.shape[0]:
-        raise ValueError(f"slot must be in 0..{state.rows.done.shape[0] - 1}, got {slot}")
+    check_range("slot", slot, 0, state.rows.done.shape[0] - 1)
+    check_range("index", index, 0, (1 << 31) - 1)
     ids = check_prompt(plan, prompt, capacity, max_new_tokens)
     one = _fresh(plan, params, state)
     for chunk, count in in_chunks(ids[:-1], capacity):

@@ -16,17 +16,28 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, load_head, shipped_head
+from jspec.checkpoint import Head, is_corrected, load_head, shipped_head
 from jspec.comparison import Comparison
 from jspec.cost.profile import Profile, Setting, setting_of
 from jspec.cost.store import ready_profile
 from jspec.decode import decode_round
 from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
 from jspec.driver import Event
+from jspec.heads.config import HeadConfig
 from jspec.method import MAX_BUDGET, Method, check_range
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
+from jspec.methods import (
+    ar,
+    dartree,
+    ddtree,
+    dflash,
+    domino,
+    jetspec,
+    prompt_lookup,
+    smart,
+    token_recycling,
+)
 from jspec.models.load import Target, load_target
-from jspec.options import Options, parse
+from jspec.options import Options, parse, say
 from jspec.picture import draw_text
 from jspec.prefill import admit
 from jspec.report import (
@@ -40,14 +51,13 @@ from jspec.report import (
 from jspec.sampling import Sampling
 from jspec.state import Plan, capacity_for, new_state
 from jspec.text import (
-    DEFAULT_BUDGET,
-    HEAD_BUDGET,
-    SMART_BUDGET,
     Typist,
     encode_prompt,
     shown_text,
     target_stops,
+    usual_budget,
 )
+from jspec.thresholds.store import ready_graft
 
 DRAWN_ROUNDS = 3  # of --tree: those in which something was drafted
 SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
@@ -57,9 +67,10 @@ class Factory(NamedTuple):
     """How the command line makes a method, with --budget, what it calls --depth and --width, and a head's config."""
 
     make: Callable[..., Method]
-    budget: int
     names: dict[str, str]
-    headed: bool = False
+    headed: bool = False  # it drafts with a head
+    corrected: bool = False  # and with one that has a correction
+    usual: Callable[[bool], int | None] = usual_budget  # by default, with --smart on and without it
 
 
 def _ar(budget: int) -> Method:
@@ -68,13 +79,32 @@ def _ar(budget: int) -> Method:
     return ar()
 
 
+_DEPTH = {"depth": "depth"}
+_BOTH = {**_DEPTH, "width": "width"}
+
+
+def _chain(
+    make: Callable[..., Method],
+    head_config: HeadConfig,
+    budget: int | None = None,
+    depth: int | None = None,
+) -> Method:
+    """With no budget given, a chain as long as the head drafts."""
+    if budget is None:
+        budget = 1 + (head_config.depth if depth is None else depth)
+    return make(head_config, budget, depth)
+
+
 METHODS = {
-    "ar": Factory(_ar, 1, {}),
-    "prompt_lookup": Factory(prompt_lookup, DEFAULT_BUDGET, {"depth": "depth", "width": "matches"}),
-    "token_recycling": Factory(token_recycling, DEFAULT_BUDGET, {"depth": "depth", "width": "k"}),
-    "jetspec": Factory(jetspec, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
-    "dflash": Factory(dflash, HEAD_BUDGET, {"depth": "depth"}, headed=True),
-    "ddtree": Factory(ddtree, HEAD_BUDGET, {"depth": "depth", "width": "width"}, headed=True),
+    "ar": Factory(_ar, {}, usual=lambda smart: 1),
+    "prompt_lookup": Factory(prompt_lookup, {"depth": "depth", "width": "matches"}),
+    "token_recycling": Factory(token_recycling, {"depth": "depth", "width": "k"}),
+    "jetspec": Factory(jetspec, _BOTH, headed=True),
+    "dflash": Factory(partial(_chain, dflash), _DEPTH, headed=True, usual=lambda smart: None),
+    "ddtree": Factory(ddtree, _BOTH, headed=True),
+    "domino": Factory(partial(_chain, domino), _DEPTH, True, True, lambda smart: None),
+    "dartree": Factory(dartree, _BOTH, True, True),
+    "dartree_fixed": Factory(partial(dartree, variant="fixed"), _DEPTH, True, True),
 }
 
 
@@ -144,15 +174,32 @@ def prepare(options: Options) -> Job:
     return Job(options, target, head, plan, prompts, ids, target_stops(target, options.stop))
 
 
+def make_method(options: Options, target: Target) -> tuple[Head | None, Method]:
+    """The head and the method that the options name, whatever is combined with it.
+
+    Raises:
+      ValueError: a head that does not fit.
+    """
+    factory = find_method(options)
+    head = load_head(options.head, target) if factory.headed else None
+    make = factory.make
+    if options.budget is None:
+        make = partial(make, budget=factory.usual(options.smart == "on"))
+    return head, make(head.config) if head else make()
+
+
 def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Head | None, Plan]:
     """The head and the plan that the options, which name a method, ask for.
 
     Raises:
-      ValueError: a head that does not fit, or ``--smart on`` where there is nothing to choose.
+      ValueError: a head that does not fit, ``--smart on`` or ``--graft on`` where there is nothing to choose, or
+        damaged thresholds.
     """
-    factory = find_method(options)
-    head = load_head(options.head, target) if factory.headed else None
-    method = factory.make(head.config) if head else factory.make()
+    head, method = make_method(options, target)
+    if options.graft == "on":
+        if method.budget == 1:
+            raise ValueError("--graft on has no room with a budget of 1: use --graft off")
+        method = ready_graft(method, target.fingerprint, head and head.fingerprint)
     if options.smart == "on":
         if method.budget == 1:
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
@@ -182,11 +229,12 @@ def choose(options: Options, target: Target) -> Options:
     """
     method = options.method
     if method is None:
-        headed = options.head is not None or shipped_head(target, causal=True) is not None
-        method = "ddtree" if headed else "prompt_lookup"
+        name = options.head or shipped_head(target, causal=True)
+        tree = "dartree" if name is not None and is_corrected(name) else "ddtree"
+        method = "prompt_lookup" if name is None else tree
     head = options.head
     if head is None and METHODS[method].headed:
-        head = shipped_head(target, causal=method != "dflash")
+        head = shipped_head(target, method != "dflash", METHODS[method].corrected)
         if head is None:
             raise ValueError(
                 f"--method {method} drafts with a head, and none is shipped for this target: "
@@ -196,7 +244,7 @@ def choose(options: Options, target: Target) -> Options:
 
 
 def find_method(options: Options) -> Factory:
-    """The method that the options name, with their values.
+    """The method that the options name, with their values; without --budget its ``make`` still takes one.
 
     Raises:
       ValueError: there is none of that name, or it does not take an option's value.
@@ -206,15 +254,15 @@ def find_method(options: Options) -> Factory:
     factory = METHODS[options.method]
     if not factory.headed and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
-    usual = SMART_BUDGET if options.smart == "on" and factory.budget > 1 else factory.budget
-    budget = usual if options.budget is None else options.budget
-    check_range("--budget", budget, 1, MAX_BUDGET)
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}
     if unknown := given.keys() - factory.names.keys():
         raise ValueError(f"--method {options.method} has no {min(unknown)}: leave it out")
     given = {factory.names[name]: value for name, value in given.items()}
-    return factory._replace(make=partial(factory.make, budget=budget, **given), budget=budget)
+    if options.budget is not None:
+        check_range("--budget", options.budget, 1, MAX_BUDGET)
+        given["budget"] = options.budget
+    return factory._replace(make=partial(factory.make, **given))
 
 
 def read_all(options: Options) -> list[Prompt]:
@@ -237,8 +285,10 @@ def read_all(options: Options) -> list[Prompt]:
 def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
-    if sys.stderr is not None and sys.stderr.isatty():
-        print("compiling, or reading what an earlier start compiled", file=sys.stderr)
+    room = job.target.config.max_positions
+    if max(map(len, job.ids)) + options.max_new_tokens > room:
+        say(f"answers end where the target's context of {room} tokens does, if not before")
+    say("compiling, or reading what an earlier start compiled")
     if options.smart == "on":
         job = add_costs(job)
     if options.tree:
@@ -333,7 +383,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "head_fingerprint": job.head and job.head.fingerprint,
         "budget": job.plan.method.budget,
         "smart": options.smart == "on",
-        "graft": False,
+        "graft": options.graft == "on",
         "dtype": next(name for name, kind in DTYPES.items() if kind == dtype),
         "temperature": options.temperature,
         "top_p": options.top_p,

@@ -8,6 +8,7 @@ place of the same text whether it is reached by a tree, by a batch or one token 
 """
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,10 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, numbers.Real) or isinstance(value, bool):
+                raise ValueError(f"{field.name} must be a number, got {value!r}")
         if self.temperature != 0 and not _LEAST <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or at least {_LEAST}, got {self.temperature}")
         if self.top_k < 0:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.attention import Implementation
 from jspec.device import cache_dtype
-from jspec.method import MAX_BUDGET, Memory, Method, MethodState, Params, check_range
+from jspec.method import MAX_BUDGET, Memory, Method, MethodState, Params, check_method, check_range
 from jspec.models.config import ModelConfig
 from jspec.sampling import Sampling
 from jspec.tree import SOURCES
@@ -53,8 +53,8 @@ class Plan:
       attention: implementation of ``tree_attention``; None picks for the platform.
 
     Raises:
-      ValueError: a budget outside 1..512, buckets that do not ascend from 1 or above, or needs that the target cannot
-        serve.
+      ValueError: what is no method, a budget outside 1..512, buckets that do not ascend from 1 or above, or needs that
+        the target cannot serve.
     """
 
     config: ModelConfig
@@ -64,6 +64,7 @@ class Plan:
     attention: Implementation | None = None
 
     def __post_init__(self):
+        check_method(self.method)
         check_range("budget", self.method.budget, 1, MAX_BUDGET)
         check_buckets(self.buckets)
         needs, vocab, layers = self.method.needs, self.config.vocab_size, self.config.num_layers
@@ -151,6 +152,8 @@ class DecodeState:
 def capacity_for(plan: Plan, tokens: int) -> int:
     """The smallest capacity bucket that holds texts of ``tokens`` tokens and a last round's full path.
 
+    Or as much of them as the target's context does.
+
     Raises:
       ValueError: the target's context allows such a text, but no cache is that large.
     """
@@ -182,9 +185,11 @@ def new_state(
       memory: what the method kept from earlier requests.
 
     Raises:
-      ValueError: ``stops`` of another vocabulary.
+      ValueError: ``stops`` of another vocabulary, or what is no key.
     """
     config = plan.config
+    if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        raise ValueError(f"key must be one of jax.random.key, got {key!r}")
     if stops is None:
         stops = np.isin(np.arange(config.vocab_size), config.eos_ids).astype(np.int32)[None]
     if stops.ndim != 2 or stops.shape[1] != config.vocab_size:

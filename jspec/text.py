@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Int32
 
@@ -12,8 +13,8 @@ from jspec.checkpoint import Head
 from jspec.cost.profile import setting_of
 from jspec.cost.store import ready_profile
 from jspec.driver import Finished, decode_all
-from jspec.method import Memory, Method, check_range
-from jspec.methods import ddtree, prompt_lookup
+from jspec.method import Memory, Method, check_method, check_range
+from jspec.methods import dartree, ddtree, prompt_lookup
 from jspec.methods import smart as combine
 from jspec.models.load import Target
 from jspec.models.tokenizer import Message
@@ -21,9 +22,9 @@ from jspec.sampling import Sampling
 from jspec.state import Plan, capacity_for
 from jspec.stopping import cut_at, stop_table
 
-# Nodes of a tree where the user names no number.
-DEFAULT_BUDGET = 4  # the best of 4, 16 and 64 on two cores (experiments/baselines)
-HEAD_BUDGET = 8  # of methods with a head; to be replaced by the best one in experiments/jetspec
+# Nodes of a tree where the user names no number. On a CPU the fastest of 4, 16 and 64 without a head, and of 4, 8 and
+# 16 with one (experiments/baselines, experiments/jetspec); on accelerators, where rows cost less, none was measured.
+CPU_BUDGET, ACCELERATOR_BUDGET = 4, 32
 SMART_BUDGET = 32  # where smart chooses among them
 
 
@@ -42,11 +43,20 @@ class Answer:
     finished: Finished
 
 
+def usual_budget(smart: bool = False) -> int:
+    """Nodes of a tree where the user names no number; most of them, where ``smart`` chooses."""
+    if smart:
+        return SMART_BUDGET
+    return CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET
+
+
 def default_method(head: Head | None = None, budget: int | None = None) -> Method:
     """With a head the likeliest nodes of what it drafts; without one the best method that needs no training."""
+    budget = usual_budget() if budget is None else budget
     if head is None:
-        return prompt_lookup(budget or DEFAULT_BUDGET)
-    return ddtree(head.config, budget or HEAD_BUDGET)
+        return prompt_lookup(budget)
+    tree = ddtree if head.config.correction is None else dartree
+    return tree(head.config, budget)
 
 
 def generate_text(
@@ -95,14 +105,16 @@ def generate_text(
       ValueError: an argument out of range, what is no prompt, or one that does not fit the target's context.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    method = method or default_method(head, SMART_BUDGET if smart else None)
+    if method is None:
+        method = default_method(head, usual_budget(smart))
+    check_method(method)
     method = combine(method) if smart else method
     plan = Plan(target.config, method, sampling, attention=attention)
     params = {"target": target.params} | ({} if head is None else {"head": head.params})
-    stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(map(is_text, stop)):
+    stop = (stop,) if isinstance(stop, str) else stop or ()
+    if not isinstance(stop, Sequence) or not all(map(is_text, stop)):
         raise ValueError(f"stop must be texts, got {stop!r}")
-    asked = _as_prompts(prompts)
+    stop, asked = tuple(stop), _as_prompts(prompts)
     ids = [encode_prompt(target, prompt) for prompt in asked]
     stops = target_stops(target, stop)
     if smart and method.budget > 1:
@@ -128,6 +140,8 @@ def generate_text(
 def _as_prompts(prompts) -> list[Prompt]:
     """A list of prompts, whichever way they were given."""
     single = isinstance(prompts, str | Prompt | dict)
+    if not (single or isinstance(prompts, Sequence)):
+        raise ValueError(f"prompts must be texts or messages, got {prompts!r}")
     if single or (prompts and all(isinstance(one, dict) for one in prompts)):
         prompts = [prompts]
     return [_as_prompt(prompt, str(number)) for number, prompt in enumerate(prompts, 1)]

@@ -148,10 +148,15 @@ def select(tree: Tree, budget: int, depth_penalty: int | float | Float[Array, ""
     keep = tree.live
     if budget < tree.budget:
         key = jnp.where(keep, tree.scores - depth_penalty * tree.depths, -jnp.inf)
-        slot = jnp.arange(tree.budget)
-        better = (key[:, :, None] > key[:, None, :]) | (_equal(key) & (slot[:, None] < slot))
-        keep &= jnp.sum(better, axis=1) < budget
+        keep &= ranks(key) < budget
     return compact(tree, keep, budget)
+
+
+def ranks(keys: Float[Array, "B N"]) -> Int[Array, "B N"]:
+    """How many entries of a row come before each: higher ones, and equal ones of lower index."""
+    slot = jnp.arange(keys.shape[1])
+    before = (keys[:, :, None] > keys[:, None, :]) | (_equal(keys) & (slot[:, None] < slot))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
 
 
 # From candidates to trees.
@@ -166,6 +171,7 @@ def assemble(
     valid: Bool[Array, "B M"],
     budget: int,
     depth: int | None = None,
+    order: Float[Array, "B M"] | None = None,
 ) -> Tree:
     """A tree from candidates in any order: merged, sorted, and :func:`select`-ed to ``budget``.
 
@@ -184,6 +190,7 @@ def assemble(
       valid: False for padding.
       budget: node axis of the result, root included.
       depth: the deepest node kept (default M); the cost grows with its logarithm.
+      order: finite; stands in for the scores wherever candidates are compared, clamped as those are.
     """
     batch, listed = parents.shape
     depth = listed if depth is None else depth
@@ -196,7 +203,8 @@ def assemble(
     ok = valid & (parents >= -1) & (parents < listed) & (scores > -jnp.inf)
     parents = around(0, jnp.where(ok, parents + 1, count - 1).astype(jnp.int32), count - 1)
     tokens = around(roots, tokens, 0)
-    scores = around(0, scores.astype(jnp.float32), -jnp.inf)
+    order = scores if order is None else order
+    keys, scores = (around(0, x.astype(jnp.float32), -jnp.inf) for x in (order, scores))
     source = around(0, source, 0)
     ids = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, count))
 
@@ -214,16 +222,22 @@ def assemble(
     node = reached & (depths <= depth) & (label == ids)
 
     same = _equal(label)
-    best = jnp.max(jnp.where(same, scores[:, :, None], -jnp.inf), axis=1)
-    source = take(source, _first(same & (scores[:, :, None] == best[:, None, :])))
+    best = jnp.max(jnp.where(same, keys[:, :, None], -jnp.inf), axis=1)
+    first = _first(same & (keys[:, :, None] == best[:, None, :]))
+    scores, source = take(scores, first), take(source, first)
     for jump in jumps:
+        scores = jnp.minimum(scores, take(scores, jump))
         best = jnp.minimum(best, take(best, jump))
 
-    key = jnp.where(node, depths * count + ids, jnp.iinfo(jnp.int32).max)
-    rank = jnp.sum(key[:, :, None] < key[:, None, :], axis=1, dtype=jnp.int32)
-    unsorted = Tree(tokens, parents, depths, best, source, None)
-    tree = _reorder(unsorted, take(rank, take(label, parents)), node, rank, listed + 1)
-    return select(tree, budget)
+    place = jnp.where(node, depths * count + ids, jnp.iinfo(jnp.int32).max)
+    rank = jnp.sum(place[:, :, None] < place[:, None, :], axis=1, dtype=jnp.int32)
+    parents = take(rank, take(label, parents))
+
+    def sort(values):
+        unsorted = Tree(tokens, parents, depths, values, source, None)
+        return _reorder(unsorted, parents, node, rank, listed + 1)
+
+    return compact(sort(scores), ranks(sort(best).scores) < budget, budget)
 
 
 def from_paths(

@@ -122,10 +122,11 @@ def select(nodes, budget, penalty=0.0):
     return compact(nodes, [i in chosen for i in range(len(nodes))], budget)
 
 
-def assemble(root, candidates, budget, depth):
-    """Level by level; ``candidates`` are (parent, token, score, source, valid)."""
+def assemble(root, candidates, budget, depth, order=None):
+    """Level by level; ``candidates`` are (parent, token, score, source, valid), compared by ``order`` or by score."""
     ok = [v and s > -math.inf for _, _, s, _, v in candidates]
-    nodes, owner = [(root, -1, 0, 0.0, 0)], {-1: 0}
+    order = [s for _, _, s, _, _ in candidates] if order is None else order
+    nodes, keys, owner = [(root, -1, 0, 0.0, 0)], [0.0], {-1: 0}
     level = {-1}
     for d in range(1, depth + 1):
         groups = {}
@@ -134,13 +135,15 @@ def assemble(root, candidates, budget, depth):
                 groups.setdefault((owner[parent], token), []).append(i)
         level = set()
         for (parent, token), members in groups.items():  # in the order of their first members
-            best = max(members, key=lambda i: candidates[i][2])  # the first of the highest
+            best = max(members, key=lambda i: order[i])  # the first of the highest
             score = min(candidates[best][2], nodes[parent][3])
+            keys.append(min(order[best], keys[parent]))
             for i in members:
                 owner[i] = len(nodes)
             level.update(members)
             nodes.append((token, parent, d, score, candidates[best][3]))
-    return select(nodes, budget)
+    keyed = [(*node[:3], key, i) for i, (node, key) in enumerate(zip(nodes, keys))]
+    return [(*node[:3], *nodes[node[4]][3:]) for node in select(keyed, budget)]
 
 
 def union(root, paths, budget):

@@ -1,23 +1,36 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tiny_target import write_target
 
 from jspec import checkpoint
-from jspec.checkpoint import export_head, head_fingerprint, load_head, read_head, save_head
-from jspec.heads.config import HeadError
+from jspec.checkpoint import (
+    export_head,
+    head_fingerprint,
+    is_corrected,
+    load_head,
+    read_head,
+    save_head,
+    shipped_head,
+)
+from jspec.heads.config import Correction, HeadError
 from jspec.heads.parallel import draft_table, empty_cache
+from jspec.models.config import TargetError
 from jspec.models.load import load_target
 from tests.heads.samples import config, head_and_target
 
 FULL = config(vocab_size=64, target_layers=3)
 NARROW = dataclasses.replace(FULL, draft_vocab_size=23)
+DOMINO = dataclasses.replace(NARROW, shift_labels=True, correction=Correction(7, 5))
 
 
 def own(head):
@@ -49,7 +62,7 @@ def target(tmp_path_factory, tiny_model):
 
 @WRITERS
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("kind", [FULL, NARROW])
+@pytest.mark.parametrize("kind", [FULL, NARROW, DOMINO])
 def test_heads_come_back_exactly(tmp_path, write, dtype, kind):
     head, _ = head_and_target(kind)
     expected = halved(own(head)) if dtype == jnp.bfloat16 else own(head)
@@ -77,14 +90,54 @@ def test_the_two_formats_are_one_head(tmp_path, target):
     }
 
 
+def test_a_fingerprint_outlives_a_change_of_dtype(tmp_path, target):
+    head, _ = head_and_target(NARROW)
+    export_head(tmp_path / "a", NARROW, head)
+    first = load_head(tmp_path / "a", target)  # in fp32, as the target
+    save_head(tmp_path / "b", NARROW, first.params)
+    assert load_head(tmp_path / "b", target).fingerprint == first.fingerprint
+
+
+def test_a_head_comes_from_the_hub(tmp_path, target, monkeypatch):
+    head, _ = head_and_target(NARROW)
+    export_head(tmp_path / "a", NARROW, head)
+    monkeypatch.setattr(checkpoint, "from_hub", lambda name: tmp_path / name.split("/")[1])
+    assert load_head("org/a", target).fingerprint == load_head(tmp_path / "a", target).fingerprint
+
+    def offline(name):
+        raise TargetError(f"cannot get {name} from the model hub")
+
+    monkeypatch.setattr(checkpoint, "from_hub", offline)
+    with pytest.raises(HeadError, match="cannot get org/b from the model hub"):
+        load_head("org/b", target)
+
+
 def test_the_fingerprint_tells_heads_apart():
     head, _ = head_and_target(FULL)
     prints = [
         head_fingerprint(FULL, head),
         head_fingerprint(dataclasses.replace(FULL, causal=False), head),
         head_fingerprint(FULL, head | {"fc": head["fc"] * 1.001}),
+        head_fingerprint(dataclasses.replace(FULL, shift_labels=True), head),
     ]
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 4
+
+
+def test_heads_keep_the_fingerprint_that_they_had_before_there_were_corrections():
+    head, _ = head_and_target(FULL)
+    assert head_fingerprint(FULL, jax.tree.map(jnp.zeros_like, head)) == "d6df7f0073e0aff3"
+
+
+def test_a_shipped_head_is_one_for_its_methods(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
+    fingerprint = {"target_fingerprint": target.fingerprint}
+    assert shipped_head(target, causal=True, corrected=True) is None
+    for name, kind in {"a": DOMINO, "b": NARROW}.items():
+        kind = dataclasses.replace(kind, **fingerprint)
+        export_head(tmp_path / name, kind, head_and_target(kind)[0])
+    assert shipped_head(target, causal=True) == "b"
+    assert shipped_head(target, causal=False, corrected=True) == "a"
+    assert (is_corrected("a"), is_corrected("b"), is_corrected("elsewhere")) == (True, False, False)
 
 
 def test_a_loaded_head_drafts_with_the_target_s_rows(tmp_path, target):
@@ -113,19 +166,48 @@ def test_a_head_is_replaced_by_another_but_nothing_else_is(tmp_path, write):
     assert os.listdir(other) == ["config.json"]
 
 
-@WRITERS
-def test_a_failed_write_leaves_what_was_there(tmp_path, write, monkeypatch):
+def test_what_is_no_head_is_not_written(tmp_path):
+    head, _ = head_and_target(NARROW)
+    with pytest.raises(ValueError, match="dtype must be a floating one, got int8"):
+        export_head(tmp_path / "head", NARROW, head, jnp.int8)
+    for write in (save_head, export_head):
+        with pytest.raises(HeadError, match="draft_ids must ascend"):
+            write(tmp_path / "head", NARROW, head | {"draft_ids": head["draft_ids"][::-1]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_write_left_behind_goes(tmp_path):
+    head, _ = head_and_target(NARROW)
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    for name in (f".head.{gone.pid}.partial", ".head.1.partial", ".other.1.partial"):
+        (tmp_path / name).mkdir()
+    export_head(tmp_path / "head", NARROW, head)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".head.1.partial", ".other.1.partial", "head"]  # process 1 lives
+
+
+@pytest.mark.parametrize(
+    ("write", "error"),
+    [
+        (as_native, OSError("No space left on device")),
+        (as_native, ValueError("RESOURCE_EXHAUSTED: No space left\nand more")),
+        (export_head, OSError("No space left on device")),
+        (export_head, SafetensorError("I/O error: No space left on device")),
+    ],
+)
+def test_a_failed_write_leaves_what_was_there(tmp_path, write, monkeypatch, error):
     first, _ = head_and_target(FULL, seed=0)
     second, _ = head_and_target(FULL, seed=1)
     write(tmp_path / "head", FULL, first, jnp.float32)
 
     def full(*_):
-        raise OSError("No space left on device")
+        raise error
 
     monkeypatch.setattr(checkpoint.ocp.StandardCheckpointer, "save", full)
     monkeypatch.setattr(checkpoint, "save_file", full)
     for name in ("head", "new"):
-        with pytest.raises(HeadError, match="cannot be written: No space left"):
+        with pytest.raises(HeadError, match=r"cannot be written: .*No space left"):
             write(tmp_path / name, FULL, second, jnp.float32)
     assert os.listdir(tmp_path) == ["head"]
     assert_same(read_head(tmp_path / "head")[1], first)
@@ -195,6 +277,24 @@ class TestRefusals:
     def test_a_tensor_too_many(self, target, published):
         self.change(published, **{"markov_head.weight": np.ones(3, np.float32)})
         self.refuse(target, published, r"have markov_head\.weight, unknown to draft heads")
+
+    def test_a_layout_of_domino_without_its_projector(self, target, tmp_path):
+        export_head(tmp_path / "h", DOMINO, head_and_target(DOMINO)[0])
+        whole = load_file(tmp_path / "h" / "model.safetensors")
+        for name in ("prefix_gru.weight_hh_l0", "embed_proj.2.weight"):
+            self.change(tmp_path / "h", remove=[name])
+            self.refuse(target, tmp_path / "h", f"lack {name}: a prefix_gru and an embed_proj go")
+            save_file(whole, tmp_path / "h" / "model.safetensors")
+        plain = json.loads((tmp_path / "h" / "config.json").read_text())["dflash_config"]
+        del plain["projector_type"]
+        self.edit(tmp_path / "h", dflash_config=plain)
+        self.refuse(target, tmp_path / "h", r"have embed_proj\.0\.weight, .* projector_type domino")
+
+    def test_native_weights_without_a_projector(self, target, tmp_path):
+        save_head(tmp_path / "h", DOMINO, head_and_target(DOMINO)[0])
+        plain = json.loads((tmp_path / "h" / "config.json").read_text())["dflash_config"]
+        self.edit(tmp_path / "h", dflash_config=plain | {"emb_dim": 6})
+        self.refuse(target, tmp_path / "h", r"correction\.down is \(5, 39\), .* \(6, 39\)")
 
     def test_a_wrong_shape(self, target, published):
         self.change(published, **{"fc.weight": np.ones((32, 32), np.float32)})

@@ -13,14 +13,25 @@ from jspec.cost.table import make_cost
 from jspec.decode import advance, generate
 from jspec.driver import decode_all, outcome
 from jspec.exactness import first_difference
-from jspec.heads.config import config_for
+from jspec.heads.config import Correction, config_for
 from jspec.heads.parallel import init_head
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, smart, token_recycling
+from jspec.methods import (
+    ar,
+    dartree,
+    ddtree,
+    dflash,
+    domino,
+    graft,
+    jetspec,
+    prompt_lookup,
+    smart,
+    token_recycling,
+)
 from jspec.models.transformer import fuse
 from jspec.prefill import admit
 from jspec.sampling import Sampling
 from jspec.state import Plan, new_state
-from tests.drafters import echo, noise
+from tests.drafters import echo, noise, wild
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -30,23 +41,47 @@ SAMPLINGS = {
 LENGTHS = (9, 1, 33, 2, 30, 23, 5)  # of prompts: more than slots, so that slots are refilled
 NEW = 40
 BUCKETS = (1, 8, 64)  # fewer than by default: each is a forward to compile
-CAUSAL = {jetspec: True, dflash: False, ddtree: False}  # the heads of the methods that have one
+
+
+def dartree_fixed(head, budget):
+    return dartree(head, budget, variant="fixed")
+
+
+# The heads of the methods that have one: causal or not.
+CAUSAL = {
+    jetspec: True,
+    dflash: False,
+    ddtree: False,
+    domino: True,
+    dartree: False,
+    dartree_fixed: False,
+}
 
 
 def with_head(config, params):
     """What the steps take: a target, a head that is not trained, and costs with which some trees pay."""
     head = init_head(head_config(config, True), jax.random.key(1))
+    up = head["correction"]["up"]
+    head["correction"]["up"] = 4 * jax.random.normal(jax.random.key(2), up.shape)
     cost = make_cost((1, 8, 64, 512), (0.03, 0.032, 0.05, 0.2), (0.001,), fit=(0, 0.05, 0.5, 0.1))
     return {"target": fuse(config, params), "head": head, "cost": cost}
 
 
-def head_config(config, causal):
-    return config_for(config, mask_token_id=60, taps=(0, 1), block_size=9, causal=causal)
+def head_config(config, causal, shift_labels=False):
+    return config_for(
+        config,
+        mask_token_id=60,
+        taps=(0, 1),
+        block_size=9,
+        causal=causal,
+        shift_labels=shift_labels,
+        correction=Correction(gru_size=16, rank=8),
+    )
 
 
 def make(factory, config, budget):
     if factory in CAUSAL:
-        return factory(head_config(config, CAUSAL[factory]), budget)
+        return factory(head_config(config, CAUSAL[factory], factory is dartree), budget)
     return factory(budget)
 
 
@@ -99,6 +134,8 @@ QUICK_WITH_HEAD = [
     (jetspec, 16, "top-p", 5),
     (dflash, 8, "greedy", 1),
     (ddtree, 32, "top-p", 1),
+    (domino, 8, "top-p", 5),
+    (dartree, 32, "greedy", 5),
 ]
 
 
@@ -142,6 +179,58 @@ def test_smart_changes_nothing(tiny, reference, factory, name, batch, rule):
     method = smart(make(factory, config, 16), rule=rule, queue=5)
     ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
     assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
+def grafted(factory, config, budget, kind):
+    """The combinator over a method, in all its forms, with thresholds that prune some rounds and not others."""
+    method = wild(3, 5, config.vocab_size) if factory is wild else make(factory, config, budget)
+    options = {
+        "root": {"thresholds": (0.3, 0.2, 0.1)},
+        "both": {"retrieve": "both", "thresholds": (0.3, 0.2, 0.1), "scope": "kept"},
+        "tail": {"place": "tail", "leaves": 2, "retrieve": "both", "thresholds": (0.1,)},
+        "not pruned": {"prune": False},
+    }
+    return graft(method, **options[kind])
+
+
+QUICK_GRAFT = [
+    (wild, "top-p", 3, "root"),
+    (dflash, "greedy", 1, "tail"),
+    (ddtree, "top-p", 3, "smart"),
+]
+GRAFT = [
+    pytest.param(*case, marks=[] if case in QUICK_GRAFT else [pytest.mark.slow])
+    for case in itertools.product(
+        (wild, prompt_lookup, *CAUSAL),
+        SAMPLINGS,
+        (1, 3, 5),
+        ("root", "both", "tail", "not pruned", "smart"),
+    )
+    if case[1:3] == ("top-p", 3) or case[3] == "root" or case in QUICK_GRAFT
+]
+
+
+@pytest.mark.parametrize(("factory", "name", "batch", "kind"), GRAFT)
+def test_graft_changes_nothing(tiny, reference, factory, name, batch, kind):
+    """Also under smart, which cuts its trees and stops its drafts."""
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    method = grafted(factory, config, 16, "root" if kind == "smart" else kind)
+    method = smart(method, queue=5) if kind == "smart" else method
+    ours = texts(config, params, method, SAMPLINGS[name], batch, queue)
+    assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [2, 8, 32, 64])
+@pytest.mark.parametrize("name", ["greedy", "top-p"])
+def test_graft_at_other_budgets(tiny, reference, budget, name):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    for factory, kind in ((jetspec, "root"), (dflash, "tail")):
+        method = grafted(factory, config, budget, kind)
+        ours = texts(config, params, method, SAMPLINGS[name], 5, queue)
+        assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)

@@ -137,6 +137,7 @@ def small_report(**summary):
         "head": None,
         "budget": 4,
         "smart": True,
+        "graft": False,
         "accel": "cpu",
         "device": "abacus, 2 cores",
         "dtype": "fp32",

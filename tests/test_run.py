@@ -17,7 +17,7 @@ import jspec
 from jspec import checkpoint, run
 from jspec.benches import BENCHES
 from jspec.checkpoint import export_head
-from jspec.heads.config import config_for
+from jspec.heads.config import Correction, config_for
 from jspec.heads.parallel import init_head
 from jspec.options import Options, parse
 
@@ -180,6 +180,41 @@ def test_methods_that_have_a_head(command, head, method):
     assert f"{method}, budget 3, head" in " ".join(out.split())
 
 
+@pytest.fixture(scope="module")
+def corrected_head(head, tmp_path_factory):
+    """The same with a correction, for domino and dartree."""
+    config, params = checkpoint.read_head(head)
+    config = dataclasses.replace(config, shift_labels=True, correction=Correction(8, 4))
+    params["correction"] = init_head(config, jax.random.key(0))["correction"]
+    path = tmp_path_factory.mktemp("heads") / "corrected"
+    export_head(path, config, params)
+    return path
+
+
+@pytest.mark.parametrize(
+    "method", ["dartree", *(pytest.param(m, marks=pytest.mark.slow) for m in ("domino", None))]
+)
+def test_methods_that_have_a_head_with_a_correction(command, corrected_head, method):
+    argv = ["--head", str(corrected_head), "--budget", "6"]
+    argv += [] if method is None else ["--method", method]
+    _, report = command("--prompt", "HELLO THERE", "1,2,1,2", *argv)
+    assert report["method"] == (method or "dartree")
+    summary = report["summary"]
+    assert summary["identical_to_ar"] == "2/2" and len(summary["accepted_by_depth"]) == 5
+    assert summary["draft_passes"] == 4 * sum(one["rounds"] for one in report["results"])
+
+
+@pytest.mark.parametrize("method", ["domino", "dartree", "dartree_fixed"])
+def test_a_head_without_a_correction(folder, head, capsys, method):
+    argv = ["--target", str(folder), "--method", method]
+    says = "with a head that has Domino's correction, and this one has none"
+    assert_refused(capsys, [*argv, "--head", str(head)], says)
+    assert_refused(capsys, argv, f"--method {method} drafts with a head, and none is shipped")
+    if method == "dartree_fixed":
+        says = "--method dartree_fixed has no width: leave it out"
+        assert_refused(capsys, [*argv, "--width", "3"], says)
+
+
 def test_the_shipped_head_of_a_target_is_found(
     command, folder, head, tiny_model, tmp_path, monkeypatch
 ):
@@ -313,6 +348,9 @@ def test_the_built_in_prompts_and_bf16(command):
 
 def test_a_config_file_and_overrides(tmp_path):
     path = tmp_path / "run.yaml"
+    assert parse(["--max_new_tokens=5", "--top_p", "0.5"]) == parse(
+        ["--max-new-tokens", "5", "--top-p=0.5"]
+    )
     path.write_text("budget: 7\nsmart: off\nstop: [a, b]\nbaseline: false\nmax_new_tokens: 5\n")
     chosen = parse(["--config", str(path), "--budget", "9", "--baseline"])
     assert chosen == Options(budget=9, stop=("a", "b"), max_new_tokens=5)
@@ -324,7 +362,7 @@ def test_a_config_file_and_overrides(tmp_path):
 def test_committed_configs(path):
     chosen = parse(["--config", str(path)])
     assert chosen != Options()
-    assert run.find_method(chosen).budget >= 1
+    assert callable(run.find_method(chosen).make)
 
 
 BAD = {
@@ -333,6 +371,7 @@ BAD = {
     "an unknown option": (["--bugdet", "3"], "--bugdet"),
     "a word too many": (["hello"], "hello"),
     "an option without its value": (["--budget"], "--budget: expected one argument"),
+    "a typing error": (["--metod", "ar"], "--metod ar (is --method meant?)"),
     "no number": (["--budget", "many"], "--budget: expected a whole number, got many"),
     "half a node": (["--budget", "1.5"], "--budget: expected a whole number, got 1.5"),
     "budget 0": (["--budget", "0"], "--budget must be in 1..512, got 0"),
@@ -373,7 +412,7 @@ BAD = {
     "a width of a chain": (["--method", "dflash", "--head", "x", "--width", "2"], "no width"),
     "smart": (["--smart", "on", "--method", "ar"], "--smart on has nothing to choose"),
     "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
-    "graft": (["--graft", "on"], "--graft on is not there yet: use off"),
+    "graft": (["--graft", "on", "--method", "ar"], "--graft on has no room with a budget of 1"),
     "two devices": (["--mesh", "data=2,model=1"], "is not there yet: use data=1,model=1"),
     "pallas": (["--attention", "pallas"], "not there yet: use auto or xla"),
     "no config": (["--config", "no.yaml"], "--config: File does not exist"),

@@ -43,6 +43,9 @@ def test_a_head_drafts_where_one_is_given(target):
     params = jspec.init_head(config, jax.random.key(0))
     head = jspec.Head(config, params, "new", "0f")
     assert jspec.default_method(head).name == "ddtree"
+    more = dataclasses.replace(head.config, correction=jspec.Correction(4, 2))
+    corrected = dataclasses.replace(head, config=more)
+    assert jspec.default_method(corrected, 6) is jspec.dartree(more, 6)
     plain, ours = (
         jspec.generate_text(target, PROMPTS[:2], method, head=head, max_new_tokens=16)
         for method in (jspec.ar(), jspec.dflash(config, 3))

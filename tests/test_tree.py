@@ -210,6 +210,23 @@ def test_assemble(count, budget, depth):
         expect(run(jnp.asarray(roots), *candidate_arrays(lists)), want)
 
 
+@pytest.mark.parametrize(("count", "budget"), [(12, 13), (40, 16)])
+def test_assemble_in_another_order(count, budget):
+    """Scores and sources are those of the candidates that the order prefers."""
+    run = jax.jit(partial(jt.assemble, budget=budget))
+    rng = np.random.default_rng(16)
+    for _ in range(4):
+        roots = rng.integers(0, 3, BATCH).astype(np.int32)
+        lists = [random_candidates(rng, count) for _ in range(BATCH)]
+        order = rng.integers(-9, 2, (BATCH, count)) / 4
+        want = [
+            oracles.assemble(int(r), c, budget, count, keys.tolist())
+            for r, c, keys in zip(roots, lists, order)
+        ]
+        tree = run(jnp.asarray(roots), *candidate_arrays(lists), order=jnp.asarray(order))
+        expect(tree, want)
+
+
 def test_assemble_merges_transitively():
     # Two copies of the path 5, 6, children first; the second copy has the better end and a child.
     candidates = [
@@ -437,6 +454,16 @@ def test_grow_no_levels():
     tree, carry = jg.grow(fan_of_four, jnp.int32(4), jnp.array([5]), 0, 3, 3)
     expect(tree, [[(5, -1, 0, 0.0, 0)]])
     assert int(carry) == 4
+
+
+def test_grow_keeps_no_more_of_a_level_than_its_limit():
+    """Two nodes, then one, then two again: of a level of one its children alone are left."""
+    grown, _ = jg.grow(fan_of_four, (), jnp.array([5]), 3, 2, 2, limits=(2, 1, 2))
+    rows = [(5, -1, 0, 0.0, 0), (0, 0, 1, -1.0, 0), (1, 0, 1, -2.0, 0), (0, 1, 2, -2.0, 0)]
+    expect(grown, [[*rows, (0, 3, 3, -3.0, 0), (1, 3, 3, -4.0, 0)]])
+    assert grown.budget == 7
+    with pytest.raises(ValueError, match="limits must be one for each of 3 levels, got 2"):
+        jg.grow(fan_of_four, (), jnp.array([5]), 3, 2, 2, limits=(2, 1))
 
 
 @pytest.mark.parametrize("keep", [0, 9])

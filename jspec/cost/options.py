@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jspec.cost.estimate import CHIPS
-from jspec.device import Accel, Dtype
-from jspec.models.load import DEFAULT_TARGET
-from jspec.options import Options, parse_into
+from jspec.options import Drafting, Options, parse_into
 
 FIGURES = (".svg", ".png")
 CAPACITY = 512
@@ -16,26 +14,13 @@ GRID_BATCHES, GRID_CAPACITIES = (1, 4, 8), (512, 1024)
 
 
 @dataclasses.dataclass(frozen=True)
-class CostOptions:
+class CostOptions(Drafting):
     """What to measure; each field's annotation is its help.
 
     Raises:
       ValueError: an option out of range.
     """
 
-    accel: Annotated[Accel, "where to run"] = "auto"
-    target: Annotated[str, f"{DEFAULT_TARGET}, a directory, a .gguf file or a hub id"] = (
-        DEFAULT_TARGET
-    )
-    dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
-    method: Annotated[
-        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
-    ] = None
-    head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
-    budget: Annotated[int | None, "most nodes of a tree, root included"] = None
-    depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
-    width: Annotated[int | None, "as python -m jspec.run takes it"] = None
-    temperature: Annotated[float, "0: no noise is drawn"] = 0.0
     batch: Annotated[int, "prompts decoded at a time"] = 1
     capacity: Annotated[int, "cache rows of a prompt and its answer"] = CAPACITY
     grid: Annotated[
@@ -60,9 +45,7 @@ class CostOptions:
 
     def run_options(self, **changes) -> Options:
         """What ``python -m jspec.run`` would be given to decode so."""
-        names = {field.name for field in dataclasses.fields(Options)}
-        mine = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
-        return Options(**{**mine, "smart": "on", **changes})
+        return super().run_options(**{"smart": "on", **changes})
 
     @property
     def cells(self) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """What a draft head is: its sizes, what it reads of its target, and whether the two fit."""
 
 import dataclasses
+import math
 
 from jspec.method import MAX_BUDGET
 from jspec.models.config import ModelConfig, RopeScaling
@@ -13,14 +14,41 @@ class HeadError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Correction:
+    """Domino's correction (arXiv 2605.29707): what the drafts before a slot change in its logits. See ``correction``.
+
+    Attributes:
+      gru_size: width of the encoder of the path.
+      rank: of the projection from slot and path to logits.
+      prefix: the first so many drafts are left as the slots have them.
+
+    Raises:
+      HeadError: values that no correction can have.
+    """
+
+    gru_size: int
+    rank: int
+    prefix: int = 1
+
+    def __post_init__(self):
+        for name, least in {"gru_size": 1, "rank": 1, "prefix": 0}.items():
+            if not least <= getattr(self, name) <= _LARGEST:
+                raise HeadError(
+                    f"the correction's {name} must be in {least}..{_LARGEST}, got {getattr(self, name)}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """A parallel draft head: JetSpec (arXiv 2606.18394) or DFlash (arXiv 2602.06036). Static and hashable.
+    """A parallel draft head: JetSpec (arXiv 2606.18394), DFlash (2602.06036) or Domino (2605.29707).
+
+    Static and hashable.
 
     Attributes:
       hidden_size: the target's too.
       num_kv_heads: divides ``num_heads``.
       head_dim: even.
-      block_size: slots of the block it was trained on: the root and ``depth`` drafted tokens.
+      block_size: slots of the block it was trained on: the root's and the masked ones.
       causal: a slot of the block sees the slots before it and itself (JetSpec); else all of them (DFlash).
       mask_token_id: whose embedding the drafted slots carry: a token that the target's texts never use.
       taps: 0-based target layers whose outputs it reads, concatenated in this order.
@@ -30,6 +58,9 @@ class HeadConfig:
         causal then, whatever ``causal`` says. All windows are of one size.
       draft_vocab_size: tokens it can draft; None: all.
       target_fingerprint: of the target it was trained on, where that is known.
+      shift_labels: slot i drafts the token after its own place, so that the root's slot drafts too; else the token at
+        its place.
+      correction: Domino's; None: a slot's logits stand as they are.
 
     Raises:
       HeadError: values that no head can have.
@@ -53,9 +84,19 @@ class HeadConfig:
     rope_scaling: RopeScaling | None = None
     draft_vocab_size: int | None = None
     target_fingerprint: str | None = None
+    shift_labels: bool = False
+    correction: Correction | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "windows", tuple(self.windows) or (None,) * self.num_layers)
+        for field in ("taps", "windows"):  # lists would not be hashable
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        whole = [f.name for f in dataclasses.fields(self) if f.type is int]
+        for name in whole:
+            if not isinstance(getattr(self, name), int):
+                raise HeadError(
+                    f"the head's {name} must be a whole number, got {getattr(self, name)!r}"
+                )
+        object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
         sizes = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "target_layers", "vocab_size"):
             if not 1 <= getattr(self, name) <= _LARGEST:
@@ -68,8 +109,8 @@ class HeadConfig:
             )
         if self.head_dim % 2:
             raise HeadError(f"the head's head_dim must be even, got {self.head_dim}")
-        if self.norm_eps <= 0 or self.rope_theta <= 0:
-            raise HeadError("the head's norm_eps and rope_theta must be positive")
+        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
+            raise HeadError("the head's norm_eps and rope_theta must be positive and finite")
         if not 2 <= self.block_size <= MAX_BUDGET:
             raise HeadError(f"block_size must be in 2..{MAX_BUDGET}, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -93,7 +134,12 @@ class HeadConfig:
     @property
     def depth(self) -> int:
         """The most tokens it drafts."""
-        return self.block_size - 1
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the block that drafts the token after the root."""
+        return 0 if self.shift_labels else 1
 
     @property
     def stack(self) -> ModelConfig:
@@ -143,6 +189,8 @@ def config_for(
     num_layers: int = 1,
     draft_vocab_size: int | None = None,
     target_fingerprint: str | None = None,
+    shift_labels: bool = False,
+    correction: Correction | None = None,
 ) -> HeadConfig:
     """The config of a new head: layers of the target's own sizes, its rope and its norms.
 
@@ -167,6 +215,8 @@ def config_for(
         rope_scaling=target.rope_scaling,
         draft_vocab_size=draft_vocab_size,
         target_fingerprint=target_fingerprint,
+        shift_labels=shift_labels,
+        correction=correction,
     )
 
 
@@ -197,4 +247,4 @@ def check_pair(config: HeadConfig, target: ModelConfig, fingerprint: str | None 
         )
 
 
-__all__ = ["HeadConfig", "HeadError", "check_pair", "config_for", "spread_taps"]
+__all__ = ["Correction", "HeadConfig", "HeadError", "check_pair", "config_for", "spread_taps"]

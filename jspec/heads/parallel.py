@@ -2,11 +2,12 @@
 
 The target's tapped layers at every known position but the last become keys and values of the head's own layers, each
 projected once and cached. A block, the root (the last known token) and masked slots after it, attends to them and
-within itself; slot i drafts the token i positions after the root. The layers are Qwen3's, so the block runs through
-the target's own ``forward``: what differs between drafting and training is ``attend`` alone.
+within itself; slot i drafts the token i positions after the root (i + 1 with ``shift_labels``). The layers are Qwen3's,
+so the block runs through the target's own ``forward``: what differs between drafting and training is ``attend`` alone.
 
 A head is a pytree of arrays as ``init_head`` makes it. With a draft vocabulary it also holds "draft_ids" i32[Vd], the
-target's ids in ascending order, and "lm_head" [Vd, H], the target's frozen rows (see ``with_draft_ids``).
+target's ids in ascending order, and "lm_head" [Vd, H], the target's frozen rows (see ``with_draft_ids``). What is said
+here of logits leaves out the correction that a Domino head has: that depends on the path (``jspec.heads.correction``).
 """
 
 import functools
@@ -78,6 +79,14 @@ class ParallelHead(nnx.Module):
         self.hidden_norm = ones(hidden)
         self.layers = nnx.List([layer() for _ in range(config.num_layers)])
         self.norm = ones(hidden)
+        if (wanted := config.correction) is not None:
+            drafted = config.draft_vocab_size or config.vocab_size
+            self.correction = nnx.Dict(
+                gru_in=weight(3 * wanted.gru_size, hidden),
+                gru_state=weight(3 * wanted.gru_size, wanted.gru_size),
+                down=weight(wanted.rank, hidden + wanted.gru_size),
+                up=nnx.Param(jnp.zeros((drafted, wanted.rank), dtype)),
+            )
 
     def context(
         self, taps: Float[Array, "M T H"], positions: Int[Array, " M"]
@@ -124,7 +133,8 @@ def init_head(
 
     Returns:
       "fc" [H, T * H], "hidden_norm" [H], "layers" {0: layer, ...} with each layer as
-      ``jspec.models.transformer.fuse`` arranges one, and "norm" [H].
+      ``jspec.models.transformer.fuse`` arranges one, and "norm" [H]; and "correction", if there is one: "gru_in"
+      [3 G, H], "gru_state" [3 G, G], "down" [R, H + G] and "up" [Vd, R], zeros, so that it changes nothing yet.
     """
     return nnx.to_pure_dict(nnx.state(ParallelHead(config, nnx.Rngs(key), dtype)))
 
@@ -189,7 +199,7 @@ def draft_block(
     roots: Int[Array, " B"],
     depth: int,
 ) -> Float[Array, "H M"]:
-    """The states that draft ``depth`` tokens after each root: column ``b * depth + i - 1`` is slot i of row b.
+    """The states that draft ``depth`` tokens after each root: column ``b * depth + i - 1`` drafts row b's i-th.
 
     A causal head runs the slots that it needs; to a bidirectional one fewer slots than in training are another input,
     so it runs its whole block at any depth.
@@ -207,7 +217,8 @@ def draft_block(
     """
     if not 1 <= depth <= config.depth:
         raise ValueError(f"depth must be in 1..{config.depth}, the head's block, got {depth}")
-    batch, size = roots.shape[0], depth + 1 if config.causal else config.block_size
+    used = depth + config.first_slot
+    batch, size = roots.shape[0], used if config.causal else config.block_size
     positions = cache.length[:, None] + jnp.arange(size)
     visible = [
         jnp.broadcast_to(
@@ -237,7 +248,7 @@ def draft_block(
         positions.reshape(-1),
         attend,
     )
-    return _drafting(hidden, size, depth)
+    return _drafting(config, hidden, size, depth)
 
 
 def draft_logits(
@@ -302,8 +313,7 @@ def block_hidden(
       anchors: positions of the roots, in any order; below 0 is padding, whose columns are finite garbage.
 
     Returns:
-      M = B * A * depth columns; ``(b * A + a) * depth + i - 1`` is slot i of anchor a of text b, which drafts the token
-      at ``anchors[b, a] + i``.
+      M = B * A * depth columns; ``(b * A + a) * depth + i - 1`` drafts the token at ``anchors[b, a] + i``.
     """
     module, size, length = _module(config, head), config.block_size, tokens.shape[-1]
     tokens, anchors = tokens.reshape(-1, length), jnp.maximum(anchors, 0)
@@ -337,7 +347,7 @@ def block_hidden(
     hidden = module.block(
         target_params["embed"], _block_tokens(config, roots, size), positions.reshape(-1), attend
     )
-    return _drafting(hidden, size, config.depth)
+    return _drafting(config, hidden, size, config.depth)
 
 
 def _block_tokens(config, roots, size):
@@ -355,9 +365,10 @@ def _within(config, layer, size):
     return back >= 0 if config.causal else np.ones((size, size), bool)
 
 
-def _drafting(hidden, size, depth):
-    """The columns of the first ``depth`` slots after each root."""
-    drafted = hidden.reshape(hidden.shape[0], -1, size)[:, :, 1 : depth + 1]
+def _drafting(config, hidden, size, depth):
+    """The columns of the slots that draft the first ``depth`` tokens after each root."""
+    first = config.first_slot
+    drafted = hidden.reshape(hidden.shape[0], -1, size)[:, :, first : first + depth]
     return drafted.reshape(hidden.shape[0], -1)
 
 

@@ -1,4 +1,4 @@
-"""The published layout of JetSpec and DFlash heads: keys of config.json, names of tensors.
+"""The published layout of JetSpec, DFlash and Domino heads: keys of config.json, names of tensors.
 
 Reading is liberal, since the checkpoints that are around differ; writing is canonical. jspec adds two keys,
 "draft_vocab_size" and "target_fingerprint", and a tensor, "draft_ids".
@@ -12,10 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jspec.heads.config import HeadConfig, HeadError
+from jspec.heads.config import Correction, HeadConfig, HeadError
 from jspec.models.config import TargetError, from_hf, to_hf
 from jspec.models.params import hub_names, param_shapes
 from jspec.models.transformer import fuse, unfuse
+
+_PROJECTORS = ("domino", "causal_v5")  # how the correction is called, in old files too
+_CORRECTION = {  # names of its tensors
+    "gru_in": "prefix_gru.weight_ih_l0",
+    "gru_state": "prefix_gru.weight_hh_l0",
+    "down": "embed_proj.0.weight",
+    "up": "embed_proj.2.weight",
+}
 
 
 @contextlib.contextmanager
@@ -24,7 +32,17 @@ def as_head_error() -> Iterator[None]:
     try:
         yield
     except TargetError as error:
-        raise HeadError(str(error)) from None
+        raise HeadError(_explained(str(error))) from None
+
+
+def _explained(fault):
+    """What it means that a tensor of the correction is missing, or there."""
+    if not any(
+        f"{said} {name}" in fault for said in ("lack", "have") for name in _CORRECTION.values()
+    ):
+        return fault
+    parts = "a prefix_gru and an embed_proj go with projector_type domino in config.json"
+    return f"{fault}: {parts}, and without one there is none of them"
 
 
 def config_from_json(data: Mapping[str, Any]) -> HeadConfig:
@@ -57,6 +75,9 @@ def config_from_json(data: Mapping[str, Any]) -> HeadConfig:
     fingerprint = keys.get("target_fingerprint")
     if not isinstance(fingerprint, str | None):
         raise HeadError(f"target_fingerprint in config.json must be text, got {fingerprint!r}")
+    shifted = keys.get("shift_label", False)
+    if not isinstance(shifted, bool):
+        raise HeadError(f"shift_label in config.json must be true or false, got {shifted!r}")
     return HeadConfig(
         hidden_size=stack.hidden_size,
         ffn_size=stack.ffn_size,
@@ -76,6 +97,8 @@ def config_from_json(data: Mapping[str, Any]) -> HeadConfig:
         rope_scaling=stack.rope_scaling,
         draft_vocab_size=_integer(keys, "draft_vocab_size") if narrowed else None,
         target_fingerprint=fingerprint,
+        shift_labels=shifted,
+        correction=_correction(keys),
     )
 
 
@@ -111,6 +134,15 @@ def config_to_json(config: HeadConfig, dtype: str) -> dict[str, Any]:
         },
         "dtype": dtype,
     }
+    if config.shift_labels or config.correction is not None:
+        data["dflash_config"]["shift_label"] = config.shift_labels
+    if config.correction is not None:
+        data["dflash_config"] |= {
+            "projector_type": _PROJECTORS[0],
+            "pure_draft_prefix_len": config.correction.prefix,
+            "emb_dim": config.correction.rank,
+            "gru_hidden_dim": config.correction.gru_size,
+        }
     if config.draft_vocab_size is not None:
         data["draft_vocab_size"] = config.draft_vocab_size
     if config.target_fingerprint is not None:
@@ -140,6 +172,17 @@ def tensor_shapes(config: HeadConfig) -> dict[str, jax.ShapeDtypeStruct]:
     hidden = config.hidden_size
     shapes["fc"] = jax.ShapeDtypeStruct((hidden, len(config.taps) * hidden), jnp.float32)
     shapes["hidden_norm"] = jax.ShapeDtypeStruct((hidden,), jnp.float32)
+    if (own := config.correction) is not None:
+        gates, drafted = 3 * own.gru_size, config.draft_vocab_size or config.vocab_size
+        sizes = {
+            "gru_in": (gates, hidden),
+            "gru_state": (gates, own.gru_size),
+            "down": (own.rank, hidden + own.gru_size),
+            "up": (drafted, own.rank),
+        }
+        shapes["correction"] = {
+            name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()
+        }
     if config.draft_vocab_size is not None:
         shapes["draft_ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32)
     return _by_name(config, shapes)
@@ -151,12 +194,29 @@ def _names(config):
     del names["embed"]
     names = jax.tree.map(lambda name: name.removeprefix("model."), names)
     names |= {"fc": "fc.weight", "hidden_norm": "hidden_norm.weight"}
+    if config.correction is not None:
+        names["correction"] = _CORRECTION
     return names if config.draft_vocab_size is None else {**names, "draft_ids": "draft_ids"}
 
 
 def _by_name(config, tree):
     names, structure = jax.tree.flatten(_names(config))
     return dict(zip(names, structure.flatten_up_to(tree)))
+
+
+def _correction(keys):
+    """Domino's correction, if the config has one."""
+    kind = keys.get("projector_type")
+    if kind is None:
+        return None
+    if kind not in _PROJECTORS:
+        raise HeadError(f"projector_type {kind!r} in config.json is not supported (domino is)")
+    prefix = "pure_draft_prefix_len"
+    return Correction(
+        gru_size=_integer(keys, "gru_hidden_dim"),
+        rank=_integer(keys, "emb_dim"),
+        prefix=_integer(keys, prefix) if keys.get(prefix) is not None else 1,
+    )
 
 
 def _windows(data, layers):

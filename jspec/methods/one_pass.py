@@ -1,7 +1,11 @@
-"""What JetSpec, DFlash and DDTree have in common: one pass of a parallel head gives a table, the table a tree."""
+"""What JetSpec, DFlash and DDTree have in common: one pass of a parallel head gives a table, the table a tree.
+
+And what all methods of a parallel head have in common: its cache, and how deep they draft.
+"""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from jspec.device import cache_dtype
 from jspec.heads.config import HeadConfig
@@ -33,21 +37,57 @@ def one_pass(
     Raises:
       ValueError: an argument below 1, or a depth beyond the head's block.
     """
-    depth = head_config.depth if depth is None else depth
-    check_range("budget", budget, 1, MAX_BUDGET)
-    check_range("depth", depth, 1)
+    depth = check_shape(head_config, budget, depth)
     check_range("width", width, 1)
-    if depth > head_config.depth:
-        raise ValueError(
-            f"depth must be at most {head_config.depth}, as far as the head drafts, got {depth}"
-        )
-    depth = min(depth, budget - 1)
     width = min(width, head_config.draft_vocab_size or head_config.vocab_size)
     return _one_pass(name, build, head_config, budget, depth, width)
 
 
+def check_shape(head_config: HeadConfig, budget: int, depth: int | None) -> int:
+    """The depth to draft: what is asked for, default the head's block, cut to what the budget can hold as a chain.
+
+    Raises:
+      ValueError: an argument below 1, or a depth beyond the head's block.
+    """
+    depth = head_config.depth if depth is None else depth
+    check_range("budget", budget, 1, MAX_BUDGET)
+    check_range("depth", depth, 1)
+    if depth > head_config.depth:
+        raise ValueError(
+            f"depth must be at most {head_config.depth}, as far as the head drafts, got {depth}"
+        )
+    return min(depth, budget - 1)
+
+
 @functools.cache
 def _one_pass(name, build, head_config, budget, depth, width):
+    def propose(params, state, roots, keep_growing=None):
+        table = draft_table(
+            head_config, params["head"], params["target"], state.rows, roots, depth, width
+        )
+        return Proposal(build(*table, roots, budget), passes=1), state
+
+    return head_reader(name, propose, head_config, budget, depth, f"width {width}")
+
+
+def head_reader(
+    name: str,
+    propose: Callable[..., Any],
+    head_config: HeadConfig,
+    budget: int,
+    depth: int,
+    detail: str,
+) -> Method:
+    """A method whose rows of state are the cache of ``params["head"]``; with a budget of 1 it is ``ar``.
+
+    Args:
+      name: the method's.
+      propose: see ``Method``.
+      head_config: of the head.
+      budget: most nodes, root included.
+      depth: of the deepest node.
+      detail: see ``Method``.
+    """
     if budget == 1:
         return ar()._replace(name=name)
 
@@ -61,11 +101,5 @@ def _one_pass(name, build, head_config, budget, depth, width):
     def absorb(params, state, tokens, taps, counts):
         return MethodState(rows=read_context(head_config, params["head"], state.rows, taps, counts))
 
-    def propose(params, state, roots, keep_growing=None):
-        table = draft_table(
-            head_config, params["head"], params["target"], state.rows, roots, depth, width
-        )
-        return Proposal(build(*table, roots, budget), passes=1), state
-
     needs = Needs(depth=depth, taps=head_config.taps)
-    return Method(name, budget, propose, needs, init, absorb, detail=f"width {width}")
+    return Method(name, budget, propose, needs, init, absorb, detail=detail)

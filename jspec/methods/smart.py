@@ -24,7 +24,15 @@ from jspec.calibration import (
 from jspec.choice import choose_bucket, choose_marginal
 from jspec.cost.table import Cost, bucket_of, draft_seconds, level_seconds
 from jspec.deferral import Queue, defer, empty_queue, flush_if
-from jspec.method import Memory, Method, MethodState, Proposal, check_range, unchanged
+from jspec.method import (
+    Memory,
+    Method,
+    MethodState,
+    Proposal,
+    check_method,
+    check_range,
+    unchanged,
+)
 from jspec.sleeping import Ledger, close_round, open_ledger
 from jspec.tree import compact, root_only
 
@@ -90,6 +98,7 @@ def smart(
     Raises:
       ValueError: an argument out of range; in ``init``, no cost model, or a memory of another kind.
     """
+    check_method(method)
     if rule not in RULES:
         raise ValueError(f"rule must be 'exact' or 'marginal', got {rule!r}")
     if not 0 < alpha <= 1:

@@ -46,7 +46,7 @@ def token_recycling(budget: int, k: int = 8, depth: int = 8, scope: str = "promp
 
 @functools.cache
 def _token_recycling(budget, k, depth, scope):
-    parents, ranks, depths, scores = _template(budget, k, depth)
+    parents, ranks, depths, scores = best_template(budget, k, depth)
     levels = [np.flatnonzero(depths == d) for d in range(1, depths[-1] + 1)]
     above = [parents[level] - np.searchsorted(depths, d) for d, level in enumerate(levels)]
     source = np.where(depths > 0, RETRIEVED, 0).astype(np.int8)
@@ -108,7 +108,7 @@ def _token_recycling(budget, k, depth, scope):
     return Method("token_recycling", budget, propose, needs, init, **shown)
 
 
-def _template(budget, k, depth):
+def best_template(budget, k, depth):
     """The best nodes by the product of their ranks' priors, level by level: parents, ranks, depths, log-scores."""
     edges = np.log(_PRIOR * np.arange(1, k + 1) ** _DECAY)
     heap, best = [(0.0, ())], []  # (-log of the product, ranks from the root)

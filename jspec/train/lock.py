@@ -13,11 +13,12 @@ except ImportError:  # not a POSIX system
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Makes a folder, where need be, and keeps it for this process; a kill lets it go.
+    """Makes a folder, where need be, and keeps it for this process; a kill lets it go. One left empty is taken away.
 
     Raises:
       ValueError: another process has it.
     """
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
@@ -33,3 +34,6 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only an empty one goes

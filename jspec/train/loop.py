@@ -20,6 +20,7 @@ from jaxtyping import Array, Int
 
 from jspec.checkpoint import readable
 from jspec.heads.config import HeadConfig
+from jspec.heads.correction import taught_inputs
 from jspec.heads.parallel import block_hidden, init_head
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
@@ -28,7 +29,7 @@ from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.evaluation import evaluate, held_out_recordings, long_enough
 from jspec.train.features import target_taps, with_taps
 from jspec.train.log import add_row, forget_after
-from jspec.train.losses import LossConfig, block_loss
+from jspec.train.losses import Corrected, LossConfig, base_share, block_loss
 from jspec.train.optim import OptimConfig, optimizer
 
 SCALED_ON = 16  # texts whose taps set the scale of a new head's fusion
@@ -125,7 +126,16 @@ def train_step(
             batch.tokens,
             batch.anchors,
         )
-        return block_loss(loss, frozen.output, hidden, labels.reshape(-1, depth), teacher)
+        corrected = None
+        if head_config.correction is not None:
+            roots = jnp.take_along_axis(batch.tokens, jnp.maximum(batch.anchors, 0), axis=1)
+            path = roots.reshape(-1), batch.labels.reshape(-1, depth)
+            inputs = taught_inputs(head_config, narrow, frozen.target, hidden, *path)
+            share = base_share(loss, state.step, optim.steps)
+            corrected = Corrected(narrow["correction"]["up"], inputs, share)
+        return block_loss(
+            loss, frozen.output, hidden, labels.reshape(-1, depth), teacher, corrected
+        )
 
     (value, said), gradient = jax.value_and_grad(objective, has_aux=True)(state.head)
     change, moments = optimizer(optim).update(gradient, state.optimizer, state.head)
@@ -313,13 +323,17 @@ class Trainer:
 def summary(step: int, said: Sequence[dict[str, Array]], seconds: float) -> dict[str, Any]:
     """A row of the log: means over the steps since the row before."""
     numbers = jax.tree.map(lambda *x: np.mean([np.asarray(y) for y in x], axis=0), *said)
-    hits = numbers["hits"] / np.maximum(numbers["slots"], 1e-9)
+    hits = {
+        name: [round(float(x), 4) for x in numbers[name] / np.maximum(numbers["slots"], 1e-9)]
+        for name in ("hits", "base_hits")
+        if name in numbers
+    }
     slots = sum(float(np.sum(one["slots"])) for one in said)
     return {
         "step": step,
         "loss": round(float(numbers["loss"]), 5),
         "gradient": round(float(numbers["gradient"]), 5),
-        "hits": [round(float(x), 4) for x in hits],
+        **hits,
         "slots_per_second": round(slots / seconds, 1),
         "seconds": round(seconds, 1),
     }

@@ -44,9 +44,10 @@ class OptimConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "eval_every", "eval_texts", "eval_tokens", "eval_budget", "held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or above, got {getattr(self, name)}")
+        least = dict.fromkeys(("steps", "eval_every", "eval_texts", "eval_tokens", "held_out"), 1)
+        for name, low in {**least, "eval_budget": 2}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be {low} or above, got {getattr(self, name)}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         for name in ("learning_rate", "clip"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jsonargparse
 
 from jspec.device import Accel, Dtype
+from jspec.heads.config import Correction
 from jspec.method import MAX_BUDGET
 from jspec.models.load import DEFAULT_TARGET
 from jspec.options import Parser, one_line
@@ -29,6 +30,10 @@ class HeadOptions:
       taps: target layers it reads; (): five, or fewer of a small target, spread evenly.
       mask_token: whose embedding the drafted slots carry: a special token that the target's texts do not use.
       draft_vocab_size: the most frequent tokens of the training text; null: all tokens.
+      shift_labels: each slot drafts the token after its own place, the root's slot too: one more token is drafted.
+      correction_rank: of Domino's correction, with which a draft depends on those before it; null: there is none.
+      gru_size: of the correction: width of what it remembers of a path.
+      pure_drafts: of the correction: so many first drafts do without it.
 
     Raises:
       ValueError: a number out of range.
@@ -40,11 +45,24 @@ class HeadOptions:
     taps: tuple[int, ...] = ()
     mask_token: str = "<empty_output>"
     draft_vocab_size: int | None = None
+    shift_labels: bool = False
+    correction_rank: int | None = None
+    gru_size: int = 256
+    pure_drafts: int = 1
 
     def __post_init__(self):
         for name, least in {"block_size": 2, "num_layers": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or above, got {getattr(self, name)}")
+        rank = 1 if self.correction_rank is None else self.correction_rank
+        Correction(self.gru_size, rank, self.pure_drafts)  # refuses what none can be
+
+    @property
+    def correction(self) -> Correction | None:
+        """The correction, as a head's config has it."""
+        if self.correction_rank is None:
+            return None
+        return Correction(self.gru_size, self.correction_rank, self.pure_drafts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +76,8 @@ class TrainOptions:
       max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
       init: a head to go on from, by the name of a shipped one or its folder: of the same target and number of layers.
-        Its taps and draft vocabulary are taken over, its block may be another. null: new weights.
+        Its taps and draft vocabulary are taken over, its block may be another, and a correction may be added. null: new
+        weights.
       accel: where to run.
       dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
@@ -96,6 +115,7 @@ class TrainOptions:
                 raise ValueError(f"{name} must not be empty")
         for name in ("library", "run"):  # a shell expands "~" only where it stands alone
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+        object.__setattr__(self, "also", tuple(map(os.path.expanduser, self.also)))
         if self.loss.kind != "ce" and self.keep_taps and not self.teacher:
             raise ValueError(
                 f"teacher must be true for a {self.loss.kind} loss, or keep_taps false"
@@ -106,6 +126,8 @@ class TrainOptions:
         }.items():
             if size > MAX_BUDGET:
                 raise ValueError(f"{name} must be at most {MAX_BUDGET}, got {size}")
+        if self.loss.dpace is not None and self.head.correction is not None:
+            raise ValueError("loss.dpace must be off (null) for a head with a correction")
         if self.max_texts is not None and self.max_texts < 1:
             raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
 
@@ -123,6 +145,26 @@ def _check(name, value, default):
             _check(f"{name}.{field.name}", value[field.name], getattr(default, field.name))
     elif value is None and default is not None:
         raise ValueError(f"--{name} must not be null: leave it out")
+
+
+def _instantiate(parser, given):
+    """The options as dataclasses; where a group's values are refused, the error names the group."""
+    try:
+        return parser.instantiate(given)
+    except ValueError as error:
+        for field in dataclasses.fields(TrainOptions):
+            if isinstance(given[field.name], jsonargparse.Namespace):
+                values = {k: _frozen(v) for k, v in given[field.name].as_dict().items()}
+                try:
+                    field.default_factory(**values)
+                except ValueError as same:
+                    if str(same) == str(error):
+                        raise ValueError(f"--{field.name}.{error}") from None
+        raise
+
+
+def _frozen(value):
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, ...]]:
@@ -146,7 +188,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainOptions, tuple[str, .
         given = parser.parse_args(argv)
         for field in dataclasses.fields(TrainOptions):
             _check(field.name, given[field.name], getattr(TrainOptions(), field.name))
-        chosen = parser.instantiate(given)
+        chosen = _instantiate(parser, given)
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(one_line(str(error))) from None
     stages = tuple(chosen.STAGE)

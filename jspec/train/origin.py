@@ -40,7 +40,7 @@ class Origin(NamedTuple):
 
 
 def read_origin(options: TrainOptions, target: Target) -> tuple[Origin | None, TrainOptions]:
-    """The head of ``options.init``, and the options with its taps and draft vocabulary where they name none.
+    """The head of ``options.init``, and the options with its taps, draft vocabulary and correction if they name none.
 
     Raises:
       ValueError: there is no such head, or it is another target's.
@@ -60,17 +60,24 @@ def read_origin(options: TrainOptions, target: Target) -> tuple[Origin | None, T
         taps=options.head.taps or config.taps,
         draft_vocab_size=options.head.draft_vocab_size or config.draft_vocab_size,
     )
+    if (own := config.correction) is not None and head.correction is None:
+        sizes = {"correction_rank": own.rank, "gru_size": own.gru_size, "pure_drafts": own.prefix}
+        head = dataclasses.replace(head, **sizes)
     return Origin(options.init, config, *mine, card), dataclasses.replace(options, head=head)
 
 
 def check_origin(origin: Origin, config: HeadConfig) -> None:
     """Makes sure that a head of a config can go on from another: its block and mask alone may differ.
 
+    And a head that has a correction can go on from one that has none.
+
     Raises:
       ValueError: what differs, as the options call it.
     """
     wanted, there = dataclasses.asdict(config), dataclasses.asdict(origin.config)
     differ = [key for key in wanted if key not in _FREE and there[key] != wanted[key]]
+    if origin.config.correction is None:
+        differ = [key for key in differ if key != "correction"]
     if "num_layers" in differ:
         differ = [key for key in differ if key != "windows"]  # one a layer
     if differ:
@@ -106,7 +113,9 @@ def check_record(folder: Path, record: Mapping[str, Any]) -> None:
     path = folder / "config.json"
     if not path.exists() or not _has_checkpoint(folder):
         return
-    there, wanted = _flat(read_json(path)), _flat(record)
+    # An option that is newer than the run had what is now its default.
+    usual = _flat(json.loads(json.dumps(dataclasses.asdict(TrainOptions()))))
+    there, wanted = usual | _flat(read_json(path)), _flat(record)
     if changed := sorted(name for name in wanted if there.get(name) != wanted[name]):
         raise ValueError(
             f"{folder} holds a run of another config ({', '.join(changed)} differ): "

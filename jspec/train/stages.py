@@ -5,16 +5,19 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
 from jspec.benches import read_prompts
 from jspec.checkpoint import check_place, export_head
 from jspec.heads.config import HeadConfig, config_for, spread_taps
-from jspec.heads.parallel import with_draft_ids
-from jspec.methods import ddtree, dflash
+from jspec.heads.parallel import init_head, with_draft_ids
+from jspec.method import MAX_BUDGET
+from jspec.methods import dartree, ddtree, dflash, domino
 from jspec.models.config import read_json
 from jspec.models.load import Target
+from jspec.options import say
 from jspec.state import Plan
 from jspec.train.card import model_card
 from jspec.train.corpus import store_answers
@@ -80,6 +83,7 @@ def write_library(options: TrainOptions, target: Target) -> None:
         bars[what].set_postfix_str(f"{new / seconds:.0f} tokens/s", refresh=False)
         bars[what].update()
 
+    say(f"text goes into {options.library}; the first takes a while, since programs are compiled")
     make = store_answers if config.answers == "given" else write_text
     with only_one(Path(options.library)), contextlib.ExitStack() as open_bars:
         make(target, config, Path(options.library), library_taps(options, target), given, progress)
@@ -90,6 +94,9 @@ def _check_places(options: TrainOptions) -> None:
         path = Path(getattr(options, name))
         if path.exists() and not path.is_dir():
             raise ValueError(f"{name} must be a folder, {path} is a file")
+    for name in options.also:
+        if not (Path(name) / "text.json").is_file():
+            raise ValueError(f"also: {name} is no library of text: write it first")
     check_place(Path(options.run))
 
 
@@ -113,6 +120,8 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
         num_layers=shape.num_layers,
         draft_vocab_size=shape.draft_vocab_size,
         target_fingerprint=target.fingerprint,
+        shift_labels=shape.shift_labels,
+        correction=shape.correction,
     )
 
 
@@ -136,7 +145,11 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
 
 
 def _open_run(
-    origin: Origin | None, options: TrainOptions, config: HeadConfig, target: Target
+    origin: Origin | None,
+    options: TrainOptions,
+    config: HeadConfig,
+    target: Target,
+    keep_record: bool = True,
 ) -> Trainer:
     folder = Path(options.run)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
@@ -158,11 +171,15 @@ def _open_run(
     def as_params(head):
         return head if ids is None else with_draft_ids(head, target.params, ids)
 
-    budget = options.optim.eval_budget
+    tree, chain = (ddtree, dflash) if config.correction is None else (dartree, domino)
+    longest = min(config.depth + 1, MAX_BUDGET)
     plans = {
-        "tree": Plan(target.config, ddtree(config, budget)),
-        "chain": Plan(target.config, dflash(config, config.block_size)),
+        "tree": Plan(target.config, tree(config, options.optim.eval_budget)),
+        "chain": Plan(target.config, chain(config, longest)),
     }
+    init = None if origin is None else dict(origin.weights)
+    if init is not None and config.correction is not None and "correction" not in init:
+        init["correction"] = init_head(config, jax.random.key(options.optim.seed))["correction"]
     run = Trainer(
         target,
         config,
@@ -176,9 +193,10 @@ def _open_run(
         optim=options.optim,
         draft_ids=ids,
         as_params=as_params,
-        init=origin and origin.weights,
+        init=init,
     )
-    write_record(folder, record)  # not before all was found to be in order
+    if keep_record:
+        write_record(folder, record)  # not before all was found to be in order
     return run
 
 
@@ -192,11 +210,20 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
     Raises:
       ValueError: as ``open_run``.
     """
-    run = open_run(options, target)
-    done = int(run.state.step)
-    with tqdm(total=options.optim.steps, initial=done, unit=" steps", desc="head") as bar:
+    _check_places(options)
+    started = _start(options, target)
+    with only_one(Path(options.run)):  # before its record is looked at, or written
+        run = _open_run(*started, target)
+        _train(run, options.optim.steps)
+    draw_curves(Path(options.run))
+    return run
 
-        def say(row):
+
+def _train(run: Trainer, steps: int) -> None:
+    """Trains to the end, with progress on stderr."""
+    with tqdm(total=steps, initial=int(run.state.step), unit=" steps", desc="head") as bar:
+
+        def tell(row):
             bar.update(row["step"] - bar.n)
             held_out = (
                 f"held-out acceptance length {row['tree']:.3f} (tree), {row['chain']:.3f} (chain)"
@@ -207,10 +234,7 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
             speed = f"{row['slots_per_second']:.0f} slots/s"
             bar.write(f"step {row['step']}: loss {row['loss']:.3f}, {held_out}, {speed}")
 
-        with only_one(Path(options.run)):
-            run.run(say=say, tick=bar.update)
-    draw_curves(Path(options.run))
-    return run
+        run.run(say=tell, tick=bar.update)
 
 
 def export_trained(options: TrainOptions, target: Target) -> Path:
@@ -223,7 +247,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         raise ValueError(f"{options.run} has no checkpoint yet")
     _check_places(options)
     origin, options, config = _start(options, target)
-    run = _open_run(origin, options, config, target)
+    run = _open_run(origin, options, config, target, keep_record=False)
     best = run.best_state()
     folder = Path(options.run) / "head"
     head, dtype = run.as_params(best.head), jnp.bfloat16

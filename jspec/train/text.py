@@ -260,7 +260,11 @@ class Library:
         wanted = json.loads(json.dumps(wanted | {"taps": taps}))
         path = self.folder / "text.json"
         begun = any(any(self.folder.glob(name)) for name in ("turns-*.json", "text/*.npz"))
-        if path.exists() and begun:
+        if begun and not path.exists():
+            raise ValueError(
+                f"{self.folder} has lost its text.json: whose text it holds is unknown"
+            )
+        if begun:
             there = read_json(path)
             if changed := sorted(k for k in wanted if k != "about" and there.get(k) != wanted[k]):
                 raise ValueError(
@@ -328,11 +332,12 @@ def in_order(
 ) -> list[tuple[Prompt, list[int]]]:
     """The prompts that are short enough, and their ids, in a seeded order; at most ``config.count``."""
     encoded = ((prompt, encode_prompt(target, prompt, any_length=True)) for prompt in prompts)
-    short = [one for one in encoded if len(one[1]) <= config.max_prompt_tokens]
+    most = min(config.max_prompt_tokens, target.config.max_positions - 1)
+    short = [one for one in encoded if len(one[1]) <= most]
     if not short:
         raise ValueError(
             "there is nothing to answer: no user turn came to an end within turn_tokens "
-            f"({config.turn_tokens}), no given prompt has up to {config.max_prompt_tokens} tokens"
+            f"({config.turn_tokens}), no given prompt has up to {most} tokens"
         )
     order = np.random.default_rng(config.seed).permutation(len(short))[: config.count]
     return [short[i] for i in order]

@@ -45,7 +45,7 @@ def visible(config, layer, slot, key, known):
 
 
 def block(config, tensors, embed, taps, root, depth):
-    """States [depth, H] of the drafted slots.
+    """States [depth, H] of the slots that draft.
 
     ``tensors`` by published name, ``taps`` [C, T, H] of all known tokens but the root.
     """
@@ -53,15 +53,17 @@ def block(config, tensors, embed, taps, root, depth):
     known, eps, head_dim = len(taps), config.norm_eps, config.head_dim
     taps = np.asarray(taps, np.float64).reshape(known, len(config.taps) * config.hidden_size)
     context = norm(taps @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
-    x = np.asarray(embed, np.float64)[[root] + [config.mask_token_id] * depth]
-    everywhere = np.arange(known + depth + 1)
+    first = 0 if config.shift_labels else 1  # slot that drafts the token after the root
+    slots = depth + first
+    x = np.asarray(embed, np.float64)[[root] + [config.mask_token_id] * (slots - 1)]
+    everywhere = np.arange(known + slots)
     for layer in range(config.num_layers):
 
         def get(name, layer=layer):
             return tensors[f"layers.{layer}.{name}.weight"]
 
         seen = np.array(
-            [[visible(config, layer, i, j, known) for j in everywhere] for i in range(depth + 1)]
+            [[visible(config, layer, i, j, known) for j in everywhere] for i in range(slots)]
         )
         y = norm(x, get("input_layernorm"), eps)
         sources = np.concatenate([context, y])
@@ -81,4 +83,89 @@ def block(config, tensors, embed, taps, root, depth):
         y = norm(x, get("post_attention_layernorm"), eps)
         gate = y @ get("mlp.gate_proj").T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ get("mlp.up_proj").T)) @ get("mlp.down_proj").T
-    return norm(x, tensors["norm.weight"], eps)[1:]
+    return norm(x, tensors["norm.weight"], eps)[first:]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def read_token(tensors, embedded, state):
+    """The GRU's state after one more token, as torch.nn.GRU's page says it."""
+    w = np.asarray(tensors["prefix_gru.weight_ih_l0"], np.float64)
+    u = np.asarray(tensors["prefix_gru.weight_hh_l0"], np.float64)
+    size = len(state)
+    reset, update, new = (slice(i * size, (i + 1) * size) for i in range(3))
+    r = sigmoid(w[reset] @ embedded + u[reset] @ state)
+    z = sigmoid(w[update] @ embedded + u[update] @ state)
+    n = np.tanh(w[new] @ embedded + r * (u[new] @ state))
+    return (1 - z) * n + z * state
+
+
+def path_logits(config, tensors, embed, output, state, path):
+    """Logits [Vd] of the draft after a path of tokens, root first; ``state`` [H] is its slot's."""
+    logits = np.asarray(output, np.float64) @ state
+    if len(path) - 1 < config.correction.prefix:
+        return logits
+    memory = np.zeros(config.correction.gru_size)
+    for token in path:
+        memory = read_token(tensors, np.asarray(embed[token], np.float64), memory)
+    down = np.asarray(tensors["embed_proj.0.weight"], np.float64)
+    mixed = down @ np.concatenate([state, memory])
+    return logits + np.asarray(tensors["embed_proj.2.weight"], np.float64) @ (
+        mixed * sigmoid(mixed)
+    )
+
+
+def log_softmax(x):
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def chain(config, tensors, embed, output, ids, states, root):
+    """Domino's drafts: tokens, and the log-probabilities of their paths."""
+    path, score, scores = [root], 0.0, []
+    for state in states:
+        logps = log_softmax(path_logits(config, tensors, embed, output, state, path))
+        score += logps.max()
+        path.append(int(ids[logps.argmax()]))
+        scores.append(score)
+    return path[1:], scores
+
+
+def tree(
+    config,
+    tensors,
+    embed,
+    output,
+    ids,
+    states,
+    root,
+    budget,
+    keeps,
+    candidates,
+    penalty,
+    whole=False,
+):
+    """DARTree's nodes, one at a time: {path: log-probability}, the root's path () included.
+
+    ``keeps`` nodes are kept of each depth, of all those the best ``budget`` by score less penalty * depth. With
+    ``whole`` all tokens have a part in the log-probabilities, those that are no candidates by ``base``.
+    """
+    level, kept = {(): 0.0}, {(): 0.0}
+    for state, keep in zip(states, keeps):
+        base = np.asarray(output, np.float64) @ state
+        few = np.argsort(-base, kind="stable")[:candidates]
+        found = {}
+        for path, score in level.items():
+            logits = path_logits(config, tensors, embed, output, state, [root, *path])
+            logps = log_softmax(logits[few])
+            if whole:
+                mixed = base.copy()
+                mixed[few] = logits[few]
+                logps = log_softmax(mixed)[few]
+            for index, logp in zip(few, logps):
+                found[(*path, int(ids[index]))] = score + logp
+        level = dict(sorted(found.items(), key=lambda item: -item[1])[:keep])
+        kept |= level
+    best = sorted(kept, key=lambda path: penalty * len(path) - kept[path])[:budget]
+    return {path: kept[path] for path in best}

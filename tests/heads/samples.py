@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.heads.config import HeadConfig
+from jspec.heads.config import Correction, HeadConfig
 from jspec.heads.parallel import init_head, with_draft_ids
 from jspec.models.config import RopeScaling
 
@@ -45,11 +45,20 @@ KINDS = {
         windows=(2,),
         draft_vocab_size=23,
     ),
+    "domino": config(causal=False, block_size=4, shift_labels=True, correction=Correction(12, 5)),
+    "causal domino": config(
+        num_layers=1,
+        draft_vocab_size=23,
+        correction=Correction(gru_size=7, rank=6, prefix=2),
+    ),
 }
 
 
 def head_and_target(config, seed=0, dtype=jnp.float32):
-    """Weights as training might leave them: no norm is all ones; the target's embedding and output rows."""
+    """Weights as training might leave them; the target's embedding and output rows.
+
+    No norm is all ones, and a correction is large enough to change what is drafted.
+    """
     keys = jax.random.split(jax.random.key(seed), 4)
     head = jax.tree.map(
         lambda x: (
@@ -57,6 +66,10 @@ def head_and_target(config, seed=0, dtype=jnp.float32):
         ),
         init_head(config, keys[1], dtype),
     )
+    if config.correction is not None:
+        up = head["correction"]["up"]
+        noise = 6 * jax.random.normal(jax.random.fold_in(keys[0], 1), up.shape)
+        head["correction"]["up"] = noise.astype(dtype)
     shape = (config.vocab_size, config.hidden_size)
     target = {
         "embed": jax.random.normal(keys[2], shape, dtype),

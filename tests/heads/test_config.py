@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jspec.heads.config import HeadError, check_pair, config_for, spread_taps
+from jspec.heads.config import Correction, HeadError, check_pair, config_for, spread_taps
 from tests.heads.samples import config
 
 
@@ -53,6 +53,23 @@ def test_no_more_taps_than_layers_between(count):
 def test_heads_that_cannot_be(changes, message):
     with pytest.raises(HeadError, match=message):
         config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 4), "the correction's gru_size must be in 1..1073741824, got 0"),
+        ((4, 0), "the correction's rank must be in 1..1073741824, got 0"),
+        ((4, 4, -1), "the correction's prefix must be in 0..1073741824, got -1"),
+    ],
+)
+def test_corrections_that_cannot_be(sizes, message):
+    with pytest.raises(HeadError, match=message):
+        Correction(*sizes)
+
+
+def test_how_far_a_head_drafts():
+    assert (config().depth, config(shift_labels=True).depth) == (4, 5)
 
 
 def test_a_new_head_takes_after_its_target(tiny_model):

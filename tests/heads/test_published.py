@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from jspec.heads.config import HeadConfig, HeadError
+from jspec.heads.config import Correction, HeadConfig, HeadError
 from jspec.heads.published import (
     config_from_json,
     config_to_json,
@@ -59,6 +59,15 @@ DFLASH = HeadConfig(
 )
 
 
+DOMINO = {  # what a published Domino head has besides
+    "projector_type": "domino",
+    "pure_draft_prefix_len": 1,
+    "emb_dim": 256,
+    "gru_hidden_dim": 1024,
+    "shift_label": True,
+}
+
+
 def with_own(**own):
     return QWEN3_8B | {"dflash_config": QWEN3_8B["dflash_config"] | own}
 
@@ -66,6 +75,21 @@ def with_own(**own):
 def test_a_published_config():
     assert config_from_json(QWEN3_8B) == DFLASH
     assert config_from_json(with_own(causal_head=True)) == dataclasses.replace(DFLASH, causal=True)
+
+
+def test_a_published_config_of_domino():
+    ours = config_from_json(with_own(**DOMINO))
+    assert ours == dataclasses.replace(
+        DFLASH, shift_labels=True, correction=Correction(gru_size=1024, rank=256, prefix=1)
+    )
+    assert ours.depth == 16
+    old = with_own(projector_type="causal_v5", gru_hidden_dim=1024, shift_label=True)
+    assert config_from_json(old | {"emb_dim": 256}) == ours
+    unshifted = config_from_json(with_own(**DOMINO | {"shift_label": False}))
+    assert unshifted == dataclasses.replace(ours, shift_labels=False)
+    assert config_to_json(unshifted, "bfloat16")["dflash_config"]["shift_label"] is False
+    written = config_to_json(ours, "bfloat16")["dflash_config"]
+    assert written == QWEN3_8B["dflash_config"] | DOMINO | {"causal_head": False}
 
 
 def test_spellings_that_are_around():
@@ -121,6 +145,11 @@ def test_what_is_written_is_what_is_published():
         (with_own(causal_head="yes"), "must be true or false"),
         (with_own(use_swa=True), "use_swa in config.json is not supported"),
         (with_own(draft_shift=True), "draft_shift in config.json is not supported"),
+        (with_own(projector_type="markov"), "projector_type 'markov' in config.json is not supp"),
+        (with_own(**DOMINO | {"emb_dim": None}), "needs an integer emb_dim, got None"),
+        (with_own(**DOMINO | {"gru_hidden_dim": 1.5}), "needs an integer gru_hidden_dim, got 1.5"),
+        (with_own(**DOMINO | {"gru_hidden_dim": 0}), "the correction's gru_size must be in 1"),
+        (with_own(shift_label=1), "shift_label in config.json must be true or false, got 1"),
         ({"model_type": "llama"}, "layers of type 'llama' are not supported"),
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
@@ -137,12 +166,13 @@ def test_configs_that_are_refused(changes, message):
         config_from_json(QWEN3_8B | changes)
 
 
-@pytest.mark.parametrize("name", ["causal", "narrow"])
+@pytest.mark.parametrize("name", ["causal", "narrow", "domino", "causal domino"])
 def test_tensors_have_the_published_names_and_come_back(name):
     kind = KINDS[name]
     head, _ = head_and_target(kind)
     tensors = to_tensors(kind, head)
-    assert len(tensors) == 11 * kind.num_layers + 3 + (name == "narrow")
+    more = 4 * ("domino" in name) + (kind.draft_vocab_size is not None)
+    assert len(tensors) == 11 * kind.num_layers + 3 + more
     shapes = tensor_shapes(kind)
     assert {k: (x.shape, x.dtype) for k, x in tensors.items()} == {
         k: (x.shape, x.dtype) for k, x in shapes.items()
@@ -160,3 +190,11 @@ def test_tensors_have_the_published_names_and_come_back(name):
 def test_the_size_of_a_published_head():
     sizes = [np.prod(x.shape) for x in tensor_shapes(DFLASH).values()]
     assert (len(sizes), sum(sizes)) == (58, 1_048_626_432)
+    shapes = tensor_shapes(config_from_json(with_own(**DOMINO)))
+    more = {name: x.shape for name, x in shapes.items() if name not in tensor_shapes(DFLASH)}
+    assert more == {
+        "prefix_gru.weight_ih_l0": (3072, 4096),
+        "prefix_gru.weight_hh_l0": (3072, 1024),
+        "embed_proj.0.weight": (256, 5120),
+        "embed_proj.2.weight": (151936, 256),
+    }

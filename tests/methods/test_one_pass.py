@@ -80,6 +80,24 @@ def admitted(plan, params):
     return admit(plan, params, state, 1, prompt, 0, 24), prompt
 
 
+def poisoned(state):
+    """The state with garbage in what the head's cache holds beyond its known rows."""
+    cache = state.method.rows
+    stale = (jnp.arange(CAPACITY) >= cache.length[:, None])[:, None, :, None]
+    keys = tuple(jnp.where(stale, jnp.nan, k) for k in cache.keys)
+    values = tuple(jnp.where(stale, 1e30, v) for v in cache.values)
+    method = MethodState(rows=HeadCache(keys, values, jnp.copy(cache.length)))
+    return dataclasses.replace(state, method=method)
+
+
+def to_the_end(plan, params, touch=lambda state: state):
+    """The outcome of the prompt that is ``admitted``, where a state is touched before each round."""
+    state, _ = admitted(plan, params)
+    while not state.rows.done.all():
+        state = advance(plan, params, touch(state), 1)
+    return outcome(state, 1)
+
+
 def decode(plan, params, queue, **options):
     options = {"max_new_tokens": 30, "capacity": CAPACITY, "batch": 2, "seed": 4} | options
     return decode_all(plan, params, queue, **options)
@@ -118,23 +136,8 @@ def test_every_round_drafts_from_all_that_is_known(paired, factory, causal):
 
 def test_a_poisoned_head_cache_changes_nothing(paired):
     plan, _, params = paired(jetspec)
-
-    def poison(state):
-        cache = state.method.rows
-        stale = (jnp.arange(CAPACITY) >= cache.length[:, None])[:, None, :, None]
-        keys = tuple(jnp.where(stale, jnp.nan, k) for k in cache.keys)
-        values = tuple(jnp.where(stale, 1e30, v) for v in cache.values)
-        method = MethodState(rows=HeadCache(keys, values, jnp.copy(cache.length)))
-        return dataclasses.replace(state, method=method)
-
-    def run(touch):
-        state, _ = admitted(plan, params)
-        while not state.rows.done.all():
-            state = advance(plan, params, touch(state), 1)
-        return outcome(state, 1)
-
-    clean = run(lambda state: state)
-    assert run(poison) == clean
+    clean = to_the_end(plan, params)
+    assert to_the_end(plan, params, poisoned) == clean
     assert clean.rounds < 24
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import chex
 import jax
@@ -14,7 +13,6 @@ import pytest
 from jspec.cost.table import make_cost
 from jspec.decode import decode_round
 from jspec.driver import decode_all
-from jspec.growth import grow
 from jspec.heads.config import config_for
 from jspec.heads.parallel import init_head
 from jspec.method import Method, MethodState, Needs, Proposal
@@ -26,7 +24,7 @@ from jspec.recording import record, replay, replay_states
 from jspec.sampling import Sampling
 from jspec.sleeping import LONGEST
 from jspec.state import Plan, new_state
-from tests.drafters import echo, noise
+from tests.drafters import by_level, echo, noise
 
 VOCAB, CAPACITY, PROMPT = 61, 512, [5, 9, 17, 3, 4]
 # Seconds by rows as on two cores (section 8 of the design), and what a draft costs.
@@ -197,47 +195,13 @@ def test_a_draft_that_rests_saves_its_pass_and_the_head_catches_up(tiny):
             np.testing.assert_allclose(a[row, :, :length], b[row, :, :length], atol=2e-4)
 
 
-class Level(NamedTuple):
-    """What the test drafter below carries."""
-
-    rows: jax.Array
-    passes: jax.Array
-
-
-@functools.cache
-def by_level(depth, width, sure):
-    """A level-by-level drafter: knows the answer, and is so sure of it; counts its passes."""
-
-    def propose(params, state, roots, keep_growing=None):
-        text = params["text"]
-
-        def expand(carry, frontier):
-            at = carry.rows[:, None] + 1 + frontier.depths
-            right = text[jnp.minimum(at, text.shape[0] - 1)]
-            tokens = jnp.stack([right, (right + 1) % VOCAB], axis=-1)
-            logps = jnp.broadcast_to(jnp.log(jnp.array([sure, 0.01])), tokens.shape)
-            return (tokens, logps), carry._replace(passes=carry.passes + 1)
-
-        carry = Level(state.rows, jnp.int32(0))
-        tree, carry = grow(expand, carry, roots, depth, width, width, keep_growing)
-        return Proposal(tree, passes=carry.passes), state
-
-    def init(params, batch, capacity, memory):
-        return MethodState(rows=jnp.zeros((batch,), jnp.int32))
-
-    def absorb(params, state, tokens, taps, counts):
-        return MethodState(rows=state.rows + counts)
-
-    return Method("by_level", 1 + depth * width, propose, Needs(depth=depth), init, absorb)
-
-
 @pytest.mark.parametrize(("sure", "level", "passes"), [(0.97, 0.002, 6), (0.05, 0.004, 1)])
 def test_a_level_that_can_not_pay_is_not_drafted(tiny, answer, sure, level, passes):
     """At 25 ms a token a level of 4 ms needs a path that lives with a chance of 0.16."""
     config, params = tiny
     levels = cost_of(draft=level * np.arange(1, 7))
     params = params | {"text": jnp.asarray(PROMPT + answer), "cost": levels}
-    plan = Plan(config, smart(by_level(6, 2, sure), rest=False), buckets=ROWS)
+    plan = Plan(config, smart(by_level(6, 2, sure, VOCAB), rest=False), buckets=ROWS)
     state = new_state(plan, params, 1, CAPACITY, jax.random.key(0))
     state = admit(plan, params, state, 0, PROMPT, 0, 100)
     proposal, _ = jax.jit(plan.method.propose)(params, state.method, state.roots)

@@ -13,7 +13,7 @@ import pytest
 
 from jspec.method import Verdict
 from jspec.methods import seed_table, token_recycling
-from jspec.methods.token_recycling import _template
+from jspec.methods.token_recycling import best_template
 from jspec.tree import RETRIEVED, Tree, check, select
 
 VOCAB = 13
@@ -154,7 +154,7 @@ def test_a_donated_state_leaves_memory_alone():
 
 
 def test_template_has_the_best_paths():
-    parents, ranks, depths, scores = _template(16, 3, 4)
+    parents, ranks, depths, scores = best_template(16, 3, 4)
     assert parents[0] == -1 and (parents[1:] < np.arange(1, 16)).all()
     assert (np.diff(depths) >= 0).all() and depths[-1] <= 4
     edge = np.log(0.39 * np.arange(1, 4) ** -1.7)

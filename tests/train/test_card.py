@@ -1,3 +1,4 @@
+from jspec.heads.config import Correction
 from jspec.train.card import model_card
 from jspec.train.options import HeadOptions, TrainOptions
 from tests.heads.samples import config, head_and_target
@@ -36,6 +37,15 @@ def test_cards_of_other_heads():
     assert "a bidirectional block" in text and "23 of the target's 61 tokens" in text
     given = card(libraries=({"turns": 7}, {"answers": "given"}))
     assert "tokens of answers, whose answers were given" in given
+
+
+def test_a_card_of_domino():
+    text = card(causal=False, shift_labels=True, correction=Correction(12, 5))
+    assert text.startswith("# A Domino head") and "--method domino" in text
+    assert "a GRU of width 12 and a projection of rank 5, from draft 2 on" in text
+    assert "drafts the token after its own place" in text and "falls from 1 to 0 in 1 of" in text
+    assert "(`dartree`)" in text and "chains of 6 nodes (`domino`)" in text
+    assert "correction" not in card()
 
 
 def test_figures_that_a_log_lacks_are_left_out():

@@ -197,6 +197,34 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
     assert_refused(capsys, arguments(tmp_path, target, *argv, *other_block), says)
 
 
+def test_a_correction_added_to_a_head(made, target, tmp_path, capsys):
+    """It goes on from one that has none, and changes nothing yet; what comes of it is decoded with."""
+    first, argv = made / "run" / "head", ["--head.correction_rank", "4", "--head.gru_size", "8"]
+    shutil.copytree(made / "library", tmp_path / "library")
+    still = ["--init", str(first), "--optim.learning_rate", "1e-9", "head", "export"]
+    assert command.main(arguments(tmp_path, target, *argv, *still)) == 0
+    head = tmp_path / "run" / "head"
+    before, after = (load_file(x / "model.safetensors") for x in (first, head))
+    assert set(after) - set(before) == {
+        "prefix_gru.weight_ih_l0",
+        "prefix_gru.weight_hh_l0",
+        "embed_proj.0.weight",
+        "embed_proj.2.weight",
+    }
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name], atol=1e-6)
+    np.testing.assert_allclose(after["embed_proj.2.weight"], 0, atol=1e-6)
+    rows = read_log(tmp_path / "run")
+    assert rows[1]["hits"] == rows[1]["base_hits"]
+    assert "a GRU of width 8 and a projection of rank 4" in (head / "README.md").read_text()
+    capsys.readouterr()
+    small = ["--budget", "5", "--max-new-tokens", "8", "--prompt", "HELLO"]
+    argv = ["--target", str(target), "--head", str(head), *small]
+    assert run.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["method"], report["summary"]["identical_to_ar"]) == ("dartree", "1/1")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -204,6 +232,7 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
         (["--head.num_layers", "2"], "has head.num_layers 1, not 2"),
         (["--head.taps", "[1]"], "has head.taps (0, 1), not (1,)"),
         (["--head.draft_vocab_size", "9"], "has head.draft_vocab_size None, not 9"),
+        (["--head.shift_labels", "true"], "has head.shift_labels False, not True"),
         (["--init", "smollm2-135m-jetspec"], "made for a target of hidden_size 576"),
     ],
 )
@@ -338,9 +367,22 @@ OPTIONS = {
     "nothing for a name": ({"target": None}, "--target must not be null"),
     "an unknown loss": ({"loss": {"kind": "mse"}}, "--loss.kind: expected one of ce, fkl, rkl"),
     "an endless rate": ({"optim": {"learning_rate": float("inf")}}, "learning_rate must be finite"),
-    "a seed below 0": ({"batch": {"seed": -1}}, "seed must be in 0.."),
-    "a large seed": ({"text": {"seed": 1 << 40}}, "seed must be in 0.."),
+    "a tree of one node": (
+        {"optim": {"eval_budget": 1}},
+        "--optim.eval_budget must be 2 or above, got 1",
+    ),
+    "a seed below 0": ({"batch": {"seed": -1}}, "--batch.seed must be in 0.."),
+    "a large seed": ({"text": {"seed": 1 << 40}}, "--text.seed must be in 0.."),
     "a run without a name": ({"run": ""}, "run must not be empty"),
+    "a correction of rank 0": (
+        {"head": {"correction_rank": 0}},
+        "the correction's rank must be in 1..",
+    ),
+    "a decay beyond the run": ({"loss": {"base_decay": 2.0}}, "base_decay must be in [0, 1]"),
+    "a correction with D-PACE": (
+        {"head": {"correction_rank": 4}, "loss": {"dpace": 0.5}},
+        "loss.dpace must be off (null) for a head with a correction",
+    ),
     "a list": ([1], "config"),
     "a stage": ({"stages": ["text"]}, "'stages' is not accepted"),
     "a stage by its name": ({"STAGE": ["text"]}, "STAGE belongs on the command line"),
@@ -366,6 +408,7 @@ NO_HEAD = {
         ["--head.draft_vocab_size", "65"],
         "draft_vocab_size must be in 1..64, got 65",
     ),
+    "no further text": (["--also=[no/such]"], "also: no/such is no library of text"),
     "no target": (["--target", "nowhere"], "no target 'nowhere'"),
     "no stage": (["heads"], "no stage 'heads': there are text, head, export"),
     "no prompts": (["--text.prompts", "config.yaml/x"], "cannot read prompts from config.yaml/x"),
@@ -421,6 +464,24 @@ def test_a_library_with_nothing_to_learn(copy, target, capsys):
 def test_another_config_is_not_gone_on_with(copy, target, capsys, argv, says):
     before = everything(copy)
     assert_refused(capsys, arguments(copy, target, *argv), says)
+    assert everything(copy) == before
+
+
+def test_a_run_in_another_process_keeps_its_record(copy, target, capsys):
+    """Before its first checkpoint the record alone says whose run it is."""
+    shutil.rmtree(copy / "run" / "last")
+    shutil.rmtree(copy / "run" / "best")
+    before = everything(copy)
+    with only_one(copy / "run"):
+        argv = arguments(copy, target, "head", "--optim.learning_rate", "0.5")
+        assert_refused(capsys, argv, "run is being written by another process")
+    assert everything(copy) == before
+
+
+def test_a_library_without_its_record(copy, target, capsys):
+    (copy / "library" / "text.json").unlink()
+    before = everything(copy)
+    assert_refused(capsys, arguments(copy, target, "text"), "library has lost its text.json")
     assert everything(copy) == before
 
 
@@ -533,7 +594,16 @@ def test_the_module_is_a_command(tmp_path):
     process = start(tmp_path, "-m", "jspec.train", "--optim.steps", "0")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert err == "jspec: error: steps must be 1 or above, got 0\n"
+    assert err == "jspec: error: --optim.steps must be 1 or above, got 0\n"
+
+
+def test_what_print_config_prints_is_a_config(tmp_path, capsys):
+    given = ["--optim.steps=7", "--text.max-new-tokens", "9"]
+    with pytest.raises(SystemExit):
+        parse([*given, "--print_config"])
+    path = tmp_path / "all.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert parse(["--config", str(path), "head"]) == (parse(given)[0], ("head",))
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/train").glob("*.yaml")), ids=lambda p: p.stem)

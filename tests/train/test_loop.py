@@ -6,9 +6,9 @@ import pytest
 from tiny_target import write_target
 
 import jspec
-from jspec.heads.config import config_for
+from jspec.heads.config import Correction, config_for
 from jspec.heads.parallel import with_draft_ids
-from jspec.methods import ar, ddtree, dflash
+from jspec.methods import ar, dartree, ddtree, dflash, domino
 from jspec.recording import record
 from jspec.state import Plan
 from jspec.train.data import BatchConfig, Text, draft_vocabulary, split
@@ -48,7 +48,18 @@ def texts(target):
     return [text._replace(taps=text.taps.astype(np.float16)) for text in made]
 
 
-def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=True, taps=TAPS):
+def trainer(
+    target,
+    texts,
+    folder,
+    loss=GAMMA,
+    optim=OPTIM,
+    vocab=None,
+    causal=True,
+    taps=TAPS,
+    correction=None,
+    shift_labels=False,
+):
     config = config_for(
         target.config,
         mask_token_id=7,
@@ -56,11 +67,14 @@ def trainer(target, texts, folder, loss=GAMMA, optim=OPTIM, vocab=None, causal=T
         block_size=4,
         causal=causal,
         draft_vocab_size=vocab,
+        correction=correction,
+        shift_labels=shift_labels,
     )
     ids = None if vocab is None else draft_vocabulary(texts, vocab, 64)
+    tree, chain = (ddtree, dflash) if correction is None else (dartree, domino)
     plans = {
-        "tree": Plan(target.config, ddtree(config, 8)),
-        "chain": Plan(target.config, dflash(config, 4)),
+        "tree": Plan(target.config, tree(config, 8)),
+        "chain": Plan(target.config, chain(config, config.depth + 1)),
     }
     train, held_out = split(texts, optim.held_out)
     return Trainer(
@@ -132,6 +146,48 @@ def test_every_loss_makes_a_head_that_foresees_the_target(
     rows = log(tmp_path)
     assert rows[1]["loss"] < rows[0]["loss"]
     assert rows[1]["hits"][0] > 10 / 64  # ten times chance
+
+
+CORRECTED = {"correction": Correction(gru_size=16, rank=12), "vocab": 30}
+
+
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_correction_is_trained_with_its_head_and_foresees_more_than_the_slots(
+    target, texts, tmp_path, causal
+):
+    optim = OptimConfig(
+        steps=160,
+        learning_rate=5e-3,
+        eval_every=80,
+        eval_texts=2,
+        eval_tokens=8,
+        eval_budget=8,
+        held_out=2,
+    )
+    options = CORRECTED | {"causal": causal, "shift_labels": not causal}
+    run = trainer(target, texts, tmp_path, GAMMA, optim, **options)
+    first = jax.tree.map(np.asarray, run.state.head["correction"])
+    run.run()
+    for name, weights in run.state.head["correction"].items():
+        assert np.abs(weights - first[name]).max() > 1e-3, name
+    rows = log(tmp_path)
+    assert rows[1]["loss"] < rows[0]["loss"]
+    assert len(rows[1]["hits"]) == run.config.depth == (3 if causal else 4)
+    assert rows[1]["hits"][0] == rows[1]["base_hits"][0] > 10 / 64  # ten times chance
+    assert sum(rows[1]["hits"]) > sum(rows[1]["base_hits"])
+
+
+def test_a_run_with_a_correction_that_was_killed_ends_like_one_that_was_not(
+    target, texts, tmp_path
+):
+    whole = trainer(target, texts, tmp_path / "whole", **CORRECTED)
+    whole.run()
+    trainer(target, texts, tmp_path / "parts", **CORRECTED).run(until=2)
+    parts = trainer(target, texts, tmp_path / "parts", **CORRECTED)
+    assert int(parts.state.step) == 2
+    parts.run()
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, parts.state, whole.state)
 
 
 def test_text_that_is_too_short_is_refused(target, texts, tmp_path):

@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.train.losses import LossConfig, block_loss
+from jspec.train.losses import Corrected, LossConfig, base_share, block_loss
 
-V, H, A, D = 11, 6, 3, 4
+V, H, R, A, D = 11, 6, 5, 3, 4
 
 
 def arrays(seed=0):
@@ -105,9 +105,102 @@ def test_padding_counts_for_nothing():
     assert none == 0
 
 
+def correction(seed=3):
+    """ "up" and what it is applied to, which is nothing at the first slot."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.normal(size=(R, A * D)) * (np.arange(A * D) % D > 0)
+    return rng.normal(size=(V, R)), inputs
+
+
+def slow_corrected(loss, output, hidden, labels, teacher, up, inputs, share):
+    """The states that give the corrected logits with a wider output head, and the mixture of both losses."""
+    wide, zeros = np.hstack([output, up]), np.zeros_like(inputs)
+    taught = np.vstack([teacher, zeros])
+    last = slow(loss, wide, np.vstack([hidden, inputs]), labels, taught)
+    base = slow(loss, wide, np.vstack([hidden, zeros]), labels, taught)
+    return (1 - share) * last[0] + share * base[0], last[1], base[1]
+
+
+CORRECTED = [
+    (LossConfig(gamma=2.0, chunk=5), 0.25),
+    (LossConfig("fkl", chunk=7), 1.0),
+    (LossConfig("rkl", teacher_top_k=4, gamma=3.0), 0.0),
+]
+
+
+@pytest.mark.parametrize(("loss", "share"), CORRECTED, ids=str)
+def test_corrected_losses_and_their_gradients_equal_the_slow_ones(loss, share):
+    output, hidden, labels, teacher = arrays(4)
+    given = hidden, *correction()
+    as_float = [jnp.asarray(x, jnp.float32) for x in (output, teacher)]
+
+    def value(hidden, up, inputs):
+        corrected = Corrected(up, inputs, jnp.float32(share))
+        return block_loss(loss, as_float[0], hidden, jnp.asarray(labels), as_float[1], corrected)
+
+    wide = [jnp.asarray(x, jnp.float32) for x in given]
+    (found, said), gradients = jax.value_and_grad(value, (0, 1, 2), has_aux=True)(*wide)
+    expected, hits, base_hits = slow_corrected(
+        loss, output, hidden, labels, teacher, *given[1:], share
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_equal(np.asarray(said["hits"]), hits)
+    np.testing.assert_equal(np.asarray(said["base_hits"]), base_hits)
+    rng = np.random.default_rng(5)
+    for which, gradient in enumerate(gradients):
+        assert np.abs(gradient).max() > 0 or (which and share == 1)
+        step = rng.normal(size=given[which].shape) * 1e-5
+        ends = []
+        for sign in (1, -1):
+            moved = [x + sign * step if i == which else x for i, x in enumerate(given)]
+            ends.append(
+                slow_corrected(loss, output, moved[0], labels, teacher, *moved[1:], share)[0]
+            )
+        np.testing.assert_allclose(
+            (np.asarray(gradient) * step).sum(), (ends[0] - ends[1]) / 2, rtol=5e-3, atol=1e-9
+        )
+    assert not np.asarray(gradients[0])[:, (labels < 0).reshape(-1)].any()
+
+
+def test_a_correction_of_nothing_is_none():
+    loss = LossConfig(gamma=4.0)
+    output, hidden, labels, _ = arrays()
+    wide = [jnp.asarray(x, jnp.float32) for x in (output, hidden)]
+    plain, said = block_loss(loss, *wide, jnp.asarray(labels))
+    nothing = Corrected(jnp.ones((V, R)), jnp.zeros((R, A * D)), jnp.float32(0.5))
+    same, more = block_loss(loss, *wide, jnp.asarray(labels), corrected=nothing)
+    np.testing.assert_allclose(same, plain, rtol=1e-6)
+    np.testing.assert_array_equal(more["base_hits"], said["hits"])
+
+
+def test_the_share_of_the_uncorrected_loss_falls_from_one_to_nothing():
+    shares = [float(base_share(LossConfig(), jnp.int32(step), 10)) for step in (0, 5, 10)]
+    assert shares == pytest.approx([1, 0.5, 0])
+    half = LossConfig(base_decay=0.5)
+    assert [float(base_share(half, step, 10)) for step in (0, 4, 5, 9)] == pytest.approx(
+        [1, 0.2, 0, 0]
+    )
+    assert float(base_share(LossConfig(base_decay=0.0), 0, 10)) == 0
+
+
+def test_weights_that_depend_on_the_loss_are_refused_with_a_correction():
+    output, hidden, labels, _ = arrays()
+    wide = [jnp.asarray(x, jnp.float32) for x in (output, hidden)]
+    some = Corrected(*(jnp.asarray(x, jnp.float32) for x in correction()), jnp.float32(0))
+    with pytest.raises(ValueError, match="dpace must be off for a head with a correction"):
+        block_loss(LossConfig(dpace=0.5), *wide, jnp.asarray(labels), corrected=some)
+    with pytest.raises(ValueError, match="needs the target's final states as teacher"):
+        block_loss(LossConfig("fkl"), *wide, jnp.asarray(labels), corrected=some)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"gamma": -1.0}, "gamma"), ({"dpace": 2.0}, "dpace"), ({"chunk": 0}, "chunk")],
+    [
+        ({"gamma": -1.0}, "gamma"),
+        ({"dpace": 2.0}, "dpace"),
+        ({"chunk": 0}, "chunk"),
+        ({"base_decay": 1.5}, "base_decay"),
+    ],
 )
 def test_a_wrong_config_is_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
