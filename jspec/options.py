@@ -171,6 +171,8 @@ class Parser(jsonargparse.ArgumentParser):
 
     def _spelled(self, arg):
         name, is_, value = arg.partition("=")
+        if not name.startswith("--"):
+            return arg
         respelled = "--" + re.sub("[-_]", self.dash, name[2:])
         known = self._option_string_actions
         return respelled + is_ + value if name not in known and respelled in known else arg

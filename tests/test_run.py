@@ -83,6 +83,9 @@ SUMMARY_KEYS = {
 }
 
 
+SAID = "jspec: compiling, or reading what an earlier start compiled\n"
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory):
     return write_target(tmp_path_factory.mktemp("tiny"), tiny_model)
@@ -104,7 +107,7 @@ def command(folder, tmp_path, capsys):
             small += ["--budget", "2"]  # compiles fast
         assert run.main([*small, "--json", str(out), *argv]) == 0
         said = capsys.readouterr()
-        assert said.err == ""
+        assert said.err == SAID
         return said.out, json.loads(out.read_text())
 
     return call
@@ -348,6 +351,7 @@ def test_the_built_in_prompts_and_bf16(command):
 
 def test_a_config_file_and_overrides(tmp_path):
     path = tmp_path / "run.yaml"
+    assert parse(["--method", "ddtree"]).method == "ddtree"  # its end is an option's name
     assert parse(["--max_new_tokens=5", "--top_p", "0.5"]) == parse(
         ["--max-new-tokens", "5", "--top-p=0.5"]
     )
@@ -538,7 +542,7 @@ def test_a_report_that_cannot_be_written(folder, capsys):
     argv = ["--target", str(folder), "--prompt", "HI", "--max-new-tokens", "1", "--no-baseline"]
     assert run.main([*argv, "--method", "ar", "--json", "/dev/full"]) == 2
     err = capsys.readouterr().err
-    assert err == "jspec: error: cannot write /dev/full: No space left on device\n"
+    assert err == SAID + "jspec: error: cannot write /dev/full: No space left on device\n"
 
 
 def test_an_interrupted_run_ends_quietly(folder, capsys, monkeypatch):
@@ -547,7 +551,7 @@ def test_an_interrupted_run_ends_quietly(folder, capsys, monkeypatch):
 
     monkeypatch.setattr(run.Comparison, "__iter__", interrupted)
     assert run.main(["--target", str(folder), "--prompt", "HI"]) == 130
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", SAID)
 
 
 def test_help_is_no_error(capsys):
@@ -578,7 +582,7 @@ def test_a_second_start_takes_its_compilations_from_the_cache(folder, tmp_path, 
     for _ in range(2):
         process = start(*argv, "--json", str(tmp_path / "out.json"), cache=tmp_path / "cache")
         _, err = process.communicate(timeout=300)
-        assert process.returncode == 0 and err == ""
+        assert process.returncode == 0 and err == SAID
         report = json.loads((tmp_path / "out.json").read_text())
         seconds.append(report["summary"]["compile_seconds"])
         kept.append(sorted(p.name for p in (tmp_path / "cache" / "xla").glob("*-cache")))
@@ -597,7 +601,7 @@ def test_a_missing_accelerator_in_a_fresh_process():
 def test_the_default_run_on_the_real_target(tmp_path, smollm2):
     process = start("--max-new-tokens", "24", "--json", str(tmp_path / "out.json"))
     out, err = process.communicate(timeout=600)
-    assert process.returncode == 0 and err == ""
+    assert process.returncode == 0 and err == SAID
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["target_fingerprint"] == smollm2.fingerprint
     assert report["summary"]["identical_to_ar"] == "4/4"
@@ -616,4 +620,4 @@ def test_an_interrupt_from_the_keyboard(smollm2):
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 130 and err == ""
+    assert process.returncode == 130 and err == SAID
