@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,6 @@ def _converted(digest: str, source: Callable[[], Path]) -> Path:
     def make(path: Path):
         from jspec.models import gguf  # here, since it costs a fifth of a second
 
-        print("jspec: unpacking the weights into the cache, once", file=sys.stderr)
         gguf.convert(source(), path)
 
     return build(cache_dir() / "targets" / f"{digest[:12]}-v{CONVERSION}", make)
