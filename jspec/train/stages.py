@@ -17,7 +17,6 @@ from jspec.method import MAX_BUDGET
 from jspec.methods import dartree, ddtree, dflash, domino
 from jspec.models.config import read_json
 from jspec.models.load import Target
-from jspec.options import say
 from jspec.state import Plan
 from jspec.train.card import model_card
 from jspec.train.corpus import store_answers
@@ -78,12 +77,13 @@ def write_library(options: TrainOptions, target: Target) -> None:
             )
             bars[what] = open_bars.enter_context(bar)
             new = 0
+        if tokens == 0:
+            return
         new += tokens
         seconds = max(time.time() - bars[what].start_t, 1e-9)
         bars[what].set_postfix_str(f"{new / seconds:.0f} tokens/s", refresh=False)
         bars[what].update()
 
-    say(f"text goes into {options.library}; the first takes a while, since programs are compiled")
     make = store_answers if config.answers == "given" else write_text
     with only_one(Path(options.library)), contextlib.ExitStack() as open_bars:
         make(target, config, Path(options.library), library_taps(options, target), given, progress)

@@ -32,7 +32,7 @@ PERIOD, REPEATED = (
     28,
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
 Progress = Callable[[str, int, int | None], None]
-"""``progress(what, total, tokens)``: one more of ``total`` texts, with its new tokens; None: it was there."""
+"""``progress(what, total, tokens)``: one more of ``total`` texts, with its new tokens; None: it was there; 0: none yet."""
 MARK = "\ufdd0"  # stands for somebody's words while a chat template is taken apart: no text has this character
 
 
@@ -213,6 +213,7 @@ def write_turns(
     openings = [turn_opening(target, system) for system in config.systems]
     prompts = [openings[i % len(openings)] for i in range(first, last)]
     found = {}
+    progress("user turns", config.turns, 0)  # the first takes a while
     for one in write(
         target,
         ar(),
@@ -359,7 +360,7 @@ def write_text(
       folder: of the library.
       taps: kept with the text; () leaves them to be made again in training.
       given: the prompts of ``config.prompts``.
-      progress: is called for every text that is finished.
+      progress: is called when writing begins, and for every text that is finished.
     """
     library = Library(folder)
     library.open(target, config, taps)
@@ -371,6 +372,7 @@ def write_text(
                 progress("answers", len(prompts), None)
             continue
         texts = []
+        progress("answers", len(prompts), 0)
         for one in write(
             target,
             method,

@@ -248,10 +248,7 @@ def test_what_is_refused_can_be_corrected(made, target, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "HELLO"}))
     text = ["--text.turns", "0", "--text.prompts", str(tmp_path / "p.jsonl"), "text"]
     short = ["--text.max_prompt_tokens", "1"]
-    assert command.main(arguments(tmp_path, target, *short, *text)) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and said[0].startswith("jspec: text goes into ")
-    assert said[1].startswith("jspec: error: there is nothing to answer")
+    assert_refused(capsys, arguments(tmp_path, target, *short, *text), "there is nothing to answer")
     assert command.main(arguments(tmp_path, target, "--text.max_prompt_tokens", "40", *text)) == 0
     shutil.rmtree(tmp_path / "library")
     shutil.copytree(made / "library", tmp_path / "library")
