@@ -32,7 +32,7 @@ PERIOD, REPEATED = (
     28,
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
 Progress = Callable[[str, int, int | None], None]
-"""``progress(what, total, tokens)``: one more of ``total`` texts, with its new tokens; None: it was there; 0: none yet."""
+"""``progress(what, total, tokens)``: one more of ``total`` texts, and its new tokens; None: an old one; 0: none yet."""
 MARK = "\ufdd0"  # stands for somebody's words while a chat template is taken apart: no text has this character
 
 
