@@ -29,12 +29,13 @@ from jspec.decode import (
     observe,
     propose,
 )
-from jspec.device import keep_compilations, pick_accelerator
+from jspec.device import join_processes, keep_compilations, pick_accelerator
 from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
 from jspec.heads.config import Correction, HeadConfig, HeadError, config_for, spread_taps
 from jspec.heads.parallel import DraftTable, draft_table, init_head
+from jspec.mesh import make_mesh, shard_params
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
 from jspec.methods import (
     ar,
@@ -58,7 +59,15 @@ from jspec.recording import Recording, record, replay
 from jspec.rejection import Rejection, draw_siblings, sequoia, tokens_of, traversal
 from jspec.report import summarize
 from jspec.sampling import Sampling
-from jspec.state import DecodeState, KVCache, Plan, Rows, capacity_for, new_state
+from jspec.state import (
+    DecodeState,
+    KVCache,
+    Plan,
+    Rows,
+    capacity_for,
+    each_shard,
+    new_state,
+)
 from jspec.stopping import stop_table
 from jspec.tables import best_first_tree, chain_tree, exact_tree
 from jspec.text import (
@@ -153,6 +162,7 @@ __all__ = [
     "draw_siblings",
     "draw_svg",
     "draw_text",
+    "each_shard",
     "encode_prompt",
     "exact_tree",
     "export_head",
@@ -164,12 +174,14 @@ __all__ = [
     "grow",
     "init_head",
     "jetspec",
+    "join_processes",
     "judge",
     "keep_compilations",
     "load",
     "load_bench",
     "load_head",
     "make_cost",
+    "make_mesh",
     "merge",
     "new_state",
     "observe",
@@ -191,6 +203,7 @@ __all__ = [
     "select",
     "sequoia",
     "setting_of",
+    "shard_params",
     "shown_text",
     "smart",
     "spread_taps",

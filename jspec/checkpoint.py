@@ -34,6 +34,7 @@ from jspec.heads.published import (
     tensor_shapes,
     to_tensors,
 )
+from jspec.mesh import check_heads, shard_params
 from jspec.models.config import read_json
 from jspec.models.load import Target, from_hub, is_hub_id
 from jspec.models.tensors import read_tensors, sample
@@ -58,21 +59,23 @@ class Head:
 
 
 def load_head(name_or_path: str | Path, target: Target) -> Head:
-    """A head for a target, by the name of a shipped one, from a folder of either format, or by a hub id.
+    """A head for a target, by the name of a shipped one, from a folder of either format, or by a hub id; on its mesh.
 
     Raises:
       HeadError: no such head, a damaged one, or one made for another target.
+      ValueError: the target's mesh does not divide its heads.
     """
     folder = locate_head(str(name_or_path))
     config, params = read_head(folder)
     check_pair(config, target.config, target.fingerprint)
+    check_heads(target.mesh, config, "the head's")
     fingerprint = head_fingerprint(config, params)
     dtype = target.params["embed"].dtype
     draft_ids = params.pop("draft_ids", None)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     if draft_ids is not None:
         params = with_draft_ids(params, target.params, draft_ids)
-    return Head(config, params, str(name_or_path), fingerprint)
+    return Head(config, shard_params(target.mesh, params), str(name_or_path), fingerprint)
 
 
 def shipped_head(target: Target, causal: bool, corrected: bool = False) -> str | None:

@@ -15,8 +15,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jspec.acceptance import accept
+from jspec.mesh import DATA
 from jspec.method import Params, Proposal, Verdict
-from jspec.state import RANKS, DecodeState, KVCache, Plan, Rows
+from jspec.state import RANKS, DecodeState, KVCache, Plan, Rows, each_shard
 from jspec.tree import SOURCES, Tree, compact
 from jspec.verification import Verified, row_bucket, verify
 
@@ -225,9 +226,13 @@ def generate(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
       params: ``{"target": ..., ...}``.
       state: with prompts in its slots (``admit``); empty slots stay empty.
     """
-    return lax.while_loop(
-        lambda s: ~s.rows.done.all(), lambda s: decode_round(plan, params, s)[0], state
-    )
+
+    def to_the_end(params, state):
+        return lax.while_loop(
+            lambda s: ~s.rows.done.all(), lambda s: decode_round(plan, params, s)[0], state
+        )
+
+    return each_shard(plan.mesh, to_the_end)(params, state)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -235,13 +240,34 @@ def advance(
     plan: Plan, params: Params, state: DecodeState, most: Int[Array, ""] | int
 ) -> DecodeState:
     """At most ``most`` rounds, stopping when a row finishes, so that its slot can be refilled. Donates ``state``."""
-    before = state.rows.done
 
-    def go_on(carry):
-        turn, s = carry
-        return (turn < most) & ~s.rows.done.all() & (s.rows.done == before).all()
+    def until_one_is_done(params, state, most):
+        before = state.rows.done
 
-    def one(carry):
-        return carry[0] + 1, decode_round(plan, params, carry[1])[0]
+        def go_on(carry):
+            turn, s = carry
+            return (turn < most) & ~s.rows.done.all() & (s.rows.done == before).all()
 
-    return lax.while_loop(go_on, one, (jnp.zeros((), jnp.int32), state))[1]
+        def one(carry):
+            return carry[0] + 1, decode_round(plan, params, carry[1])[0]
+
+        return lax.while_loop(go_on, one, (jnp.zeros((), jnp.int32), state))[1]
+
+    def together(params, state, most):
+        """Until a row of any data shard is done: a shard that has none left waits in empty rounds."""
+        before = state.rows.done
+
+        def look(s):
+            open_here, changed = ~s.rows.done.all(), (s.rows.done != before).any()
+            found = lax.psum(jnp.stack([open_here, changed]).astype(jnp.int32), DATA)
+            return (found[0] > 0) & (found[1] == 0)
+
+        def one(carry):
+            s = decode_round(plan, params, carry[1])[0]
+            return carry[0] + 1, s, look(s)
+
+        begin = jnp.zeros((), jnp.int32), state, look(state)
+        return lax.while_loop(lambda c: (c[0] < most) & c[2], one, begin)[1]
+
+    step = until_one_is_done if plan.mesh is None else together
+    return each_shard(plan.mesh, step)(params, state, most)

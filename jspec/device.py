@@ -41,6 +41,28 @@ def pick_accelerator(accel: Accel) -> None:
     )
 
 
+def join_processes() -> None:
+    """Makes this process one of several, whose devices are then one another's; to be called before JAX is used.
+
+    On TPU pods, and under SLURM, Open MPI and Kubernetes, JAX finds the others itself. Elsewhere the environment says
+    who they are: JAX_COORDINATOR_ADDRESS (HOST:PORT of the first one), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0).
+    Every process must then run the same program on the same input.
+
+    Raises:
+      ValueError: the others are not found.
+    """
+    names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    try:
+        numbers = [int(os.environ[name]) if name in os.environ else None for name in names]
+        jax.distributed.initialize(None, *numbers)
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ValueError(
+            "the other processes are not found: where no cluster says who they are, JAX_COORDINATOR_ADDRESS, "
+            f"{' and '.join(names)} must ({reason})"
+        ) from None
+
+
 def keep_compilations() -> None:
     """Keeps compiled programs in the user's cache, so that the next start only loads them.
 

@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Int
 
 from jspec.decode import absorb, advance, commit, judge, observe, propose
-from jspec.method import Memory, Params, check_range
-from jspec.prefill import admit, check_prompt, chunks
-from jspec.state import DecodeState, Plan, capacity_for, new_state
+from jspec.mesh import fetchable
+from jspec.method import Memory, MethodState, Params, check_range
+from jspec.prefill import admit_each, check_prompt, chunks
+from jspec.state import ROWS, STATE, DecodeState, Plan, capacity_for, each_shard, new_state
 from jspec.verification import verify
 
 MAX_ROUNDS = 1 << 30  # between two looks of the host: until a row finishes
@@ -66,8 +67,9 @@ class Event(NamedTuple):
 
 def outcome(state: DecodeState, slot: int, seconds: float = 0.0) -> Finished:
     """What the host needs of a finished row."""
-    rows = jax.tree.map(lambda x: np.asarray(x[slot]), state.rows)
-    known, rounds = int(state.known[slot]), int(rows.rounds)
+    there, known = fetchable((state.rows, state.known))
+    rows = jax.tree.map(lambda x: np.asarray(x[slot]), there)
+    known, rounds = int(known[slot]), int(rows.rounds)
     return Finished(
         index=int(rows.prompt),
         prompt_tokens=int(rows.start),
@@ -173,18 +175,24 @@ class Stream:
         for prompt in self.prompts:
             widths = set(chunks(len(prompt) - 1, self.state.capacity))
             if not seen or widths - seen:
-                self.state = self._read(self.state, 0, prompt, 0)
+                self.state = self._read(self.state, {0: (prompt, 0)})
                 seen |= widths or {0}
         batch = self.state.rows.done.shape[0]
-        for least in self.plan.row_buckets(batch):
-            rows = dataclasses.replace(self.state.rows, done=jnp.arange(batch) > 0)
-            state = dataclasses.replace(self.state, rows=rows, least_rows=jnp.int32(least))
+        own = batch // self.plan.shards
+        for least in self.plan.row_buckets(own):
+            # One row of each data shard is open.
+            rows = dataclasses.replace(self.state.rows, done=np.arange(batch) % own > 0)
+            state = dataclasses.replace(self.state, rows=rows, least_rows=np.int32(least))
             self.state = self._decode(state, 1, {})
             self._look()
 
     def memory(self) -> Memory:
         """What the method keeps for a later stream, copied: this one's next round donates its own."""
-        return jax.tree.map(jnp.copy, self.plan.method.memory(self.state.method))
+        method = self.state.method
+        if self.plan.mesh is not None:  # the first data shard's
+            first = jax.tree.map(lambda x: x[0], fetchable(method.shared))
+            method = MethodState(rows=method.rows, shared=first)
+        return jax.tree.map(jnp.copy, self.plan.method.memory(method))
 
     def __iter__(self) -> Iterator[Event]:
         """Decodes all prompts, once.
@@ -197,13 +205,18 @@ class Stream:
         self._started = True
         batch = self.state.rows.done.shape[0]
         queue = iter(range(len(self.prompts)))
+        own = batch // self.plan.shards
+        turns = [range(slot, batch, own) for slot in range(own)]  # one slot of each data shard
         running = [None] * batch  # per slot: index of its prompt
         seen = [0] * batch  # known tokens already handed out
         began = [0.0] * batch
         while True:
-            for slot in range(batch):
-                if running[slot] is None and (at := next(queue, None)) is not None:
-                    self._admit(slot, at)
+            for slots in turns:
+                free = [slot for slot in slots if running[slot] is None]
+                fresh = dict(zip(free, queue))
+                if fresh:
+                    self._admit(fresh)
+                for slot, at in fresh.items():
                     running[slot], seen[slot] = at, len(self.prompts[at])
                     began[slot] = self.decode_seconds
             if all(at is None for at in running):
@@ -223,17 +236,17 @@ class Stream:
                     running[slot] = None
                 yield Event(self.first_index + at, fresh, finished)
 
-    def _admit(self, slot: int, at: int) -> None:
+    def _admit(self, fresh: dict[int, int]) -> None:
         start = time.perf_counter()
-        self.state = self._read(self.state, slot, self.prompts[at], self.first_index + at)
+        prompts = {s: (self.prompts[at], self.first_index + at) for s, at in fresh.items()}
+        self.state = self._read(self.state, prompts)
         self.prefill_seconds += time.perf_counter() - start
 
     def _read(
-        self, state: DecodeState, slot: int, prompt: Sequence[int], index: int
+        self, state: DecodeState, prompts: dict[int, tuple[Sequence[int], int]]
     ) -> DecodeState:
         most = self.max_new_tokens
-        state = admit(self.plan, self.params, state, slot, prompt, index, most)
-        return jax.block_until_ready(state)
+        return jax.block_until_ready(admit_each(self.plan, self.params, state, prompts, most))
 
     def _decode(self, state: DecodeState, rounds: int, seconds: dict[str, float]) -> DecodeState:
         if self._profile:
@@ -243,7 +256,8 @@ class Stream:
     def _look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What the host needs to see of all rows: known tokens, whether it is done, the tokens."""
         rows = self.state.rows
-        length, done, tokens = jax.device_get((self.state.cache.length, rows.done, rows.tokens))
+        seen = fetchable((self.state.cache.length, rows.done, rows.tokens))
+        length, done, tokens = jax.device_get(seen)
         return length + 1, done, tokens
 
     def _timed_round(self, state: DecodeState, seconds: dict[str, float]) -> DecodeState:
@@ -256,32 +270,51 @@ class Stream:
                 seconds[name] += time.perf_counter() - start
             return out
 
-        proposal, state = timed("propose", run_propose, state)
-        verified = timed("verify", run_verify, state, proposal.tree)
-        verdict, state, kept = timed(
-            "accept_commit", run_accept_commit, state, proposal.tree, verified
-        )
+        tree, state = timed("propose", run_propose, state)
+        verified = timed("verify", run_verify, state, tree)
+        verdict, state, kept = timed("accept_commit", run_accept_commit, state, tree, verified)
         return timed("absorb_observe", run_absorb_observe, state, verdict, kept)
 
 
 # The steps of a round as programs of their own, to be timed one by one.
-run_propose = partial(jax.jit, static_argnums=0, donate_argnums=2)(propose)
-run_verify = partial(jax.jit, static_argnums=0)(verify)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def run_propose(plan, params, state):
+    """``propose``: the tree and the state. Donates ``state``."""
+
+    def step(params, state):
+        proposal, state = propose(plan, params, state)
+        return proposal.tree, state
+
+    return each_shard(plan.mesh, step, (ROWS, STATE))(params, state)
+
+
+@partial(jax.jit, static_argnums=0)
+def run_verify(plan, params, state, tree):
+    """``verify``."""
+    return each_shard(plan.mesh, partial(verify, plan), ROWS)(params, state, tree)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def run_accept_commit(plan, params, state, tree, verified):
     """``judge`` and ``commit``: the verdict, the state, and how many tokens each row kept. Donates ``state``."""
-    verdict = judge(plan, tree, verified)
-    state, kept = commit(plan, state, verified, verdict)
-    return verdict, state, kept
+
+    def step(params, state, tree, verified):
+        verdict = judge(plan, tree, verified)
+        state, kept = commit(plan, state, verified, verdict)
+        return verdict, state, kept
+
+    return each_shard(plan.mesh, step, (ROWS, STATE, ROWS))(params, state, tree, verified)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def run_absorb_observe(plan, params, state, verdict, kept):
     """``absorb`` and ``observe``. Donates ``state``."""
-    state = absorb(plan, params, state, verdict, kept)
-    return observe(plan, params, state, verdict)
+
+    def step(params, state, verdict, kept):
+        state = absorb(plan, params, state, verdict, kept)
+        return observe(plan, params, state, verdict)
+
+    return each_shard(plan.mesh, step)(params, state, verdict, kept)
 
 
 def stream(plan: Plan, params: Params, prompts: Sequence[Sequence[int]], **options) -> Stream:

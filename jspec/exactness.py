@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jspec.mesh import fetchable
 from jspec.method import Params
 from jspec.models.transformer import output_logits
 from jspec.recording import text_taps
@@ -99,7 +100,7 @@ def _scores(
     """Raw logits after a text, and the noise of the position that follows."""
     final = (plan.config.num_layers,)
     state = text_taps(plan, params, np.asarray([*text, 0], np.int32), final)[-1].T  # [H, 1]
-    raw = output_logits(params["target"], jnp.asarray(state))[:, 0]
+    raw = fetchable(output_logits(params["target"], jnp.asarray(state))[:, 0])
     where = jnp.asarray([index]), jnp.asarray([[len(text)]])
     noise = position_noise(jax.random.key(seed), *where, raw.shape[0])[0, 0]
     return np.asarray(raw), np.asarray(noise)

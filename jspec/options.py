@@ -15,6 +15,7 @@ import yaml
 
 from jspec.benches import BENCHES, is_text
 from jspec.device import Accel, Dtype
+from jspec.mesh import parse_mesh
 from jspec.models.load import DEFAULT_TARGET
 
 Switch = Literal["on", "off"]
@@ -37,7 +38,12 @@ class Options:
     )
     dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
     attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
-    mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
+    mesh: Annotated[
+        str, "devices: data, parts that the batch falls into; model, parts of heads and weights"
+    ] = ONE_DEVICE
+    distributed: Annotated[
+        bool, "one process of several, each with this command: joins them (jax.distributed)"
+    ] = False
     method: Annotated[
         str | None,
         "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash, ddtree, domino, dartree or "
@@ -106,8 +112,11 @@ class Options:
             raise ValueError("--stop must not be empty: it would end every answer at once")
         if sum(map(bool, (self.prompt, self.prompts is not None, self.bench is not None))) > 1:
             raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
-        if self.mesh != ONE_DEVICE:
-            raise ValueError(f"--mesh {self.mesh} is not there yet: use {ONE_DEVICE}")
+        data, _ = parse_mesh(self.mesh)
+        if self.batch % data:
+            raise ValueError(f"--mesh data={data} does not divide --batch {self.batch}")
+        if self.smart == "on" and self.mesh != ONE_DEVICE:
+            raise ValueError(f"--smart on takes one device: leave --mesh {self.mesh} out")
         if self.attention == "pallas":
             raise ValueError("--attention pallas is not there yet: use auto or xla")
 

@@ -1,17 +1,18 @@
 """Reading prompts: all tokens but the last go through the target in bucketed chunks, into a slot of the state."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int
 
 from jspec.decode import write_rows
 from jspec.method import Params, Verdict, check_range
-from jspec.state import DecodeState, Plan, insert, new_state
+from jspec.state import DecodeState, Plan, each_shard, empty_state, insert
 from jspec.tree import Tree
 from jspec.verification import run_rows
 
@@ -54,15 +55,30 @@ def read_chunk(
     return dataclasses.replace(one, cache=cache, method=method)
 
 
-_read_chunk = partial(jax.jit, static_argnums=0, donate_argnums=2)(read_chunk)
-_insert = partial(jax.jit, donate_argnums=0)(insert)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _read_chunk(plan, params, one, tokens, count):
+    return each_shard(plan.mesh, partial(read_chunk, plan))(params, one, tokens, count)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _insert(mesh, state, slot, one):
+    if mesh is None:
+        return insert(state, slot, one)
+
+    def step(_, state, slot, one):  # a shard without a prompt has slot -1
+        return lax.cond(slot[0] < 0, lambda: state, lambda: insert(state, slot[0], one))
+
+    return each_shard(mesh, step)((), state, slot, one)
 
 
 @partial(jax.jit, static_argnums=0)
 def _fresh(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
-    memory = plan.method.memory(state.method)
-    capacity = state.capacity
-    return new_state(plan, params, 1, capacity, state.key, state.stops, memory)
+    def step(params, state):
+        memory = plan.method.memory(state.method)
+        capacity = state.capacity
+        return empty_state(plan, params, 1, capacity, state.key, state.stops, memory)
+
+    return each_shard(plan.mesh, step)(params, state)
 
 
 def chunks(count: int, capacity: int) -> list[int]:
@@ -88,16 +104,22 @@ def chunks(count: int, capacity: int) -> list[int]:
 
 
 def in_chunks(
-    tokens: Int[np.ndarray, " n"], capacity: int
-) -> Iterator[tuple[Int[np.ndarray, "1 K"], Int[np.ndarray, " 1"]]]:
-    """A text as ``read_chunk`` takes it: padded chunks, and how many tokens of each are the text's."""
+    texts: Sequence[Int[np.ndarray, " _"]], capacity: int
+) -> Iterator[tuple[Int[np.ndarray, "D K"], Int[np.ndarray, " D"]]]:
+    """Texts as ``read_chunk`` takes them: padded chunks, and how many tokens of each are a text's.
+
+    Args:
+      texts: one for each data shard; shorter ones have empty chunks at their end.
+      capacity: of the cache.
+    """
     at = 0
-    for width in chunks(len(tokens), capacity):
-        part = tokens[at : at + width]
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : part.size] = part
-        yield padded, np.asarray([part.size], np.int32)
-        at += part.size
+    for width in chunks(max(map(len, texts)), capacity):
+        parts = [text[at : at + width] for text in texts]
+        padded = np.zeros((len(texts), width), np.int32)
+        for row, part in zip(padded, parts):
+            row[: part.size] = part
+        yield padded, np.asarray([part.size for part in parts], np.int32)
+        at += width
 
 
 def _room(plan: Plan, capacity: int) -> int:
@@ -157,21 +179,53 @@ def admit(
     Raises:
       ValueError: no such slot or index; a prompt that ``check_prompt`` refuses.
     """
-    capacity = state.capacity
-    check_range("slot", slot, 0, state.rows.done.shape[0] - 1)
-    check_range("index", index, 0, (1 << 31) - 1)
-    ids = check_prompt(plan, prompt, capacity, max_new_tokens)
+    return admit_each(plan, params, state, {slot: (prompt, index)}, max_new_tokens)
+
+
+def admit_each(
+    plan: Plan,
+    params: Params,
+    state: DecodeState,
+    prompts: Mapping[int, tuple[Sequence[int], int]],
+    max_new_tokens: int,
+) -> DecodeState:
+    """``admit`` of a prompt to each of several data shards of a mesh, which read them at the same time.
+
+    Args:
+      plan: static.
+      params: ``{"target": ..., ...}``.
+      state: of B slots; the first data shard has the first ones.
+      prompts: by slot, token ids and index; at most one a data shard.
+      max_new_tokens: at least 1.
+
+    Raises:
+      ValueError: no such slot or index, or two slots of one shard; a prompt that ``check_prompt`` refuses.
+    """
+    capacity, batch, shards = state.capacity, state.rows.done.shape[0], plan.shards
+    texts = [np.zeros((1,), np.int32)] * shards
+    slots, indices = np.full(shards, -1, np.int32), np.zeros(shards, np.int32)
+    for slot, (prompt, index) in prompts.items():
+        check_range("slot", slot, 0, batch - 1)
+        check_range("index", index, 0, (1 << 31) - 1)
+        shard, own = divmod(slot, batch // shards)
+        if slots[shard] >= 0:
+            raise ValueError(f"slots must be of different data shards, got {sorted(prompts)}")
+        texts[shard] = check_prompt(plan, prompt, capacity, max_new_tokens)
+        slots[shard], indices[shard] = own, index
     one = _fresh(plan, params, state)
-    for chunk, count in in_chunks(ids[:-1], capacity):
+    for chunk, count in in_chunks([text[:-1] for text in texts], capacity):
         one = _read_chunk(plan, params, one, chunk, count)
-    known = np.zeros((1, capacity + 1), np.int32)
-    known[0, : ids.size] = ids
+    known = np.zeros((shards, capacity + 1), np.int32)
+    for row, text in zip(known, texts):
+        row[: text.size] = text
+    room = _room(plan, capacity)
     rows = dataclasses.replace(
         one.rows,
         tokens=known,
-        prompt=np.asarray([index], np.int32),
-        start=np.asarray([ids.size], np.int32),
-        limit=np.asarray([min(ids.size + max_new_tokens, _room(plan, capacity))], np.int32),
-        done=np.zeros((1,), bool),
+        prompt=indices,
+        start=np.asarray([text.size for text in texts], np.int32),
+        limit=np.asarray([min(text.size + max_new_tokens, room) for text in texts], np.int32),
+        done=np.zeros((shards,), bool),
     )
-    return _insert(state, np.int32(slot), dataclasses.replace(one, rows=rows))
+    at = slots[0] if plan.mesh is None else slots
+    return _insert(plan.mesh, state, at, dataclasses.replace(one, rows=rows))

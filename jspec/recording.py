@@ -18,10 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from jspec.decode import absorb, emit, judge, observe, propose
 from jspec.driver import Finished, Stream, outcome
+from jspec.mesh import alike, fetchable
 from jspec.method import Memory, Needs, Params, unchanged
 from jspec.methods.ar import ar
 from jspec.prefill import CHUNKS, check_prompt, chunks, in_chunks, read_chunk
-from jspec.state import DecodeState, KVCache, Plan, capacity_for, new_state
+from jspec.state import DecodeState, KVCache, Plan, capacity_for, empty_state
 from jspec.tree import Tree
 from jspec.verification import Verified
 
@@ -69,7 +70,7 @@ def record(
       first_index: index of the first prompt in the input.
     """
     plain = dataclasses.replace(plan, method=ar())
-    empty = new_state(plain, params, 1, 1, jax.random.key(seed), stops)
+    empty = empty_state(plain, params, 1, 1, jax.random.key(seed), stops)
     never = np.zeros((1, plan.config.vocab_size), np.int32)
     run = Stream(
         plain,
@@ -113,11 +114,11 @@ def text_taps(
     keep = ar()._replace(needs=Needs(taps=taps), absorb=_keep_taps)
     plan = dataclasses.replace(plan, method=keep)
     capacity = capacity_for(plan, len(text))
-    state = new_state(plan, params, 1, capacity, jax.random.key(0))
+    state = _begin(plan, params, capacity, True)
     out = []
-    for chunk, count in in_chunks(text[:-1], capacity):
+    for chunk, count in in_chunks([text[:-1]], capacity):
         state = _read(plan, params, state, chunk, count)
-        out.append(np.asarray(state.method.rows[0, : count[0]]))
+        out.append(np.asarray(fetchable(state.method.rows)[0, : count[0]]))
     empty = np.zeros((0, len(taps), plan.config.hidden_size), np.float32)
     return np.concatenate([empty, *out])
 
@@ -126,7 +127,9 @@ def _keep_taps(params, state, tokens, taps, counts):
     return dataclasses.replace(state, rows=taps)
 
 
-_read = partial(jax.jit, static_argnums=0)(read_chunk)
+@partial(jax.jit, static_argnums=0)
+def _read(plan, params, state, tokens, count):
+    return alike(plan.mesh, partial(read_chunk, plan))(params, state, tokens, count)
 
 
 def replay(
@@ -206,7 +209,7 @@ def _replay(plan, params, one, max_new_tokens, memory, stops, capacity):
     taps = np.zeros((1, text.shape[1], *one.taps.shape[1:]), one.taps.dtype)
     used = min(text.shape[1], one.tokens.size)
     text[0, :used], taps[0, : used - 1] = one.tokens[:used], one.taps[: used - 1]
-    state = _begin(plan, params, capacity, memory, stops)
+    state = _begin(plan, params, capacity, False, memory, stops)
     at = 0
     for width in chunks(one.start - 1, capacity):
         count = min(width, one.start - 1 - at)
@@ -214,31 +217,40 @@ def _replay(plan, params, one, max_new_tokens, memory, stops, capacity):
         at += count
     rows = dataclasses.replace(
         state.rows,
-        tokens=jnp.asarray(
-            np.where(np.arange(capacity + 1) < one.start, text[:, : capacity + 1], 0)
-        ),
-        prompt=jnp.asarray([one.index], jnp.int32),
-        start=jnp.asarray([one.start], jnp.int32),
-        limit=jnp.asarray([min(one.start + max_new_tokens, room)], jnp.int32),
-        done=jnp.zeros((1,), bool),
+        tokens=np.where(np.arange(capacity + 1) < one.start, text[:, : capacity + 1], 0),
+        prompt=np.asarray([one.index], np.int32),
+        start=np.asarray([one.start], np.int32),
+        limit=np.asarray([min(one.start + max_new_tokens, room)], np.int32),
+        done=np.zeros((1,), bool),
     )
     return _rounds(plan, params, dataclasses.replace(state, rows=rows), text, taps)
 
 
-@partial(jax.jit, static_argnums=(0, 2))
-def _begin(plan: Plan, params: Params, capacity: int, memory: Memory, stops) -> DecodeState:
-    """A state as for decoding, but with no layers in its cache."""
-    state = new_state(plan, params, 1, capacity, jax.random.key(0), stops, memory)
-    return dataclasses.replace(state, cache=KVCache((), (), state.cache.length))
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _begin(
+    plan: Plan, params: Params, capacity: int, cached: bool, memory: Memory = None, stops=None
+) -> DecodeState:
+    """A state of one row, as for decoding; unless ``cached``, with no layers in its cache."""
+
+    def step(params, memory, stops):
+        state = empty_state(plan, params, 1, capacity, jax.random.key(0), stops, memory)
+        if cached:
+            return state
+        return dataclasses.replace(state, cache=KVCache((), (), state.cache.length))
+
+    return alike(plan.mesh, step)(params, memory, stops)
 
 
 @partial(jax.jit, static_argnums=(0, 7))
 def _absorb(plan, params, state, text, taps, at, count, width):
-    tokens = lax.dynamic_slice_in_dim(text, at, width, axis=1)
-    states = lax.dynamic_slice_in_dim(taps, at, width, axis=1)
-    counts = jnp.full((1,), count, jnp.int32)
-    method = plan.method.absorb(params, state.method, tokens, states, counts)
-    return _lengthen(dataclasses.replace(state, method=method), counts)
+    def step(params, state, text, taps, at, count):
+        tokens = lax.dynamic_slice_in_dim(text, at, width, axis=1)
+        states = lax.dynamic_slice_in_dim(taps, at, width, axis=1)
+        counts = jnp.full((1,), count, jnp.int32)
+        method = plan.method.absorb(params, state.method, tokens, states, counts)
+        return _lengthen(dataclasses.replace(state, method=method), counts)
+
+    return alike(plan.mesh, step)(params, state, text, taps, at, count)
 
 
 def _lengthen(state: DecodeState, count: Int[Array, " B"]) -> DecodeState:
@@ -248,7 +260,7 @@ def _lengthen(state: DecodeState, count: Int[Array, " B"]) -> DecodeState:
 
 @partial(jax.jit, static_argnums=0)
 def _rounds(plan: Plan, params: Params, state: DecodeState, text, taps) -> DecodeState:
-    def one(state):
+    def one(params, state, text, taps):
         proposal, state = propose(plan, params, state)
         tree = proposal.tree
         verdict = judge(plan, tree, _read_off(state, tree, text, taps))
@@ -257,7 +269,12 @@ def _rounds(plan: Plan, params: Params, state: DecodeState, text, taps) -> Decod
         state = absorb(plan, params, state, verdict, kept)
         return observe(plan, params, state, verdict)
 
-    return lax.while_loop(lambda s: ~s.rows.done.all(), one, state)
+    def step(params, state, text, taps):
+        return lax.while_loop(
+            lambda s: ~s.rows.done.all(), lambda s: one(params, s, text, taps), state
+        )
+
+    return alike(plan.mesh, step)(params, state, text, taps)
 
 
 def _read_off(state: DecodeState, tree: Tree, text, taps) -> Verified:

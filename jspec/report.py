@@ -19,6 +19,7 @@ from jspec.comparison import Comparison
 from jspec.device import device_name
 from jspec.driver import Finished, Stream
 from jspec.exactness import Difference
+from jspec.mesh import fetchable
 from jspec.tree import SOURCES
 
 # Metrics of outcomes, pooled: sums over prompts, then the ratio.
@@ -48,9 +49,10 @@ def accepted_by_source(outcomes: Sequence[Finished]) -> dict[str, float]:
 
 
 def bucket_histogram(stream: Stream) -> dict[str, int]:
-    """Rounds by the rows of the verify forward they ran in."""
-    buckets = stream.plan.row_buckets(stream.state.rows.done.shape[0])
-    return {str(b): int(n) for b, n in zip(buckets, stream.state.histogram)}
+    """Rounds by the rows of the verify forward they ran in; on a mesh, those of all data shards."""
+    buckets = stream.plan.row_buckets(stream.state.rows.done.shape[0] // stream.plan.shards)
+    counts = np.asarray(fetchable(stream.state.histogram)).reshape(-1, len(buckets)).sum(axis=0)
+    return {str(b): int(n) for b, n in zip(buckets, counts)}
 
 
 def tokens_per_second(outcomes: Sequence[Finished], stream: Stream) -> float:
@@ -89,7 +91,7 @@ def summarize(run: Comparison) -> dict[str, Any]:
         "accepted_by_depth": accepted_by_depth(outcomes),
         "accepted_by_rank": accepted_by_rank(outcomes),
         "accepted_by_source": accepted_by_source(outcomes),
-        "draft_passes": int(stream.state.draft_passes),
+        "draft_passes": int(np.sum(fetchable(stream.state.draft_passes))),
         "rows_verified": sum(x.verified for x in outcomes),
         "bucket_histogram": bucket_histogram(stream),
         "tokens_per_second": speed,

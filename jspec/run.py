@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,9 +22,16 @@ from jspec.comparison import Comparison
 from jspec.cost.profile import Profile, Setting, setting_of
 from jspec.cost.store import ready_profile
 from jspec.decode import decode_round
-from jspec.device import DTYPES, keep_compilations, pick_accelerator, weights_dtype
+from jspec.device import (
+    DTYPES,
+    join_processes,
+    keep_compilations,
+    pick_accelerator,
+    weights_dtype,
+)
 from jspec.driver import Event
 from jspec.heads.config import HeadConfig
+from jspec.mesh import fetchable, mesh_of
 from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import (
     ar,
@@ -49,7 +57,7 @@ from jspec.report import (
     write_json,
 )
 from jspec.sampling import Sampling
-from jspec.state import Plan, capacity_for, new_state
+from jspec.state import ROWS, STATE, Plan, capacity_for, each_shard, new_state
 from jspec.text import (
     Typist,
     encode_prompt,
@@ -139,7 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             return _fail(error)
         try:
-            decode(job, Console(width=None if sys.stdout.isatty() else 120))
+            with open(os.devnull, "w") as nowhere:
+                # Of several processes, all of which decode the same, the first one speaks.
+                shown = sys.stdout if jax.process_index() == 0 else nowhere
+                decode(job, Console(file=shown, width=None if sys.stdout.isatty() else 120))
         except (OSError, MemoryError, jax.errors.JaxRuntimeError) as error:
             return _fail(error)
     except KeyboardInterrupt:
@@ -164,9 +175,12 @@ def prepare(options: Options) -> Job:
         find_method(options)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     prompts = read_all(options)
+    if options.distributed:
+        join_processes()
     pick_accelerator(options.accel)
     keep_compilations()
-    target = load_target(options.target, weights_dtype(options.dtype))
+    dtype = weights_dtype(options.dtype)
+    target = load_target(options.target, dtype, mesh_of(options.mesh))
     options = choose(options, target)
     head, plan = make_plan(options, target, sampling)
     ids = [encode_prompt(target, prompt) for prompt in prompts]
@@ -205,7 +219,7 @@ def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Hea
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
         method = smart(method)
     attention = None if options.attention == "auto" else options.attention
-    return head, Plan(target.config, method, sampling, attention=attention)
+    return head, Plan(target.config, method, sampling, attention=attention, mesh=target.mesh)
 
 
 def cost_setting(job: Job, capacity: int) -> Setting:
@@ -286,9 +300,11 @@ def decode(job: Job, console: Console) -> None:
     """Decodes, streams the text, prints the tables and writes the report."""
     options = job.options
     room = job.target.config.max_positions
-    if max(map(len, job.ids)) + options.max_new_tokens > room:
+    first = jax.process_index() == 0
+    if first and max(map(len, job.ids)) + options.max_new_tokens > room:
         say(f"answers end where the target's context of {room} tokens does, if not before")
-    say("compiling, or reading what an earlier start compiled")
+    if first:
+        say("compiling, or reading what an earlier start compiled")
     if options.smart == "on":
         job = add_costs(job)
     if options.tree:
@@ -310,7 +326,7 @@ def decode(job: Job, console: Console) -> None:
         screen.show(event)
     report = make_report(job, run)
     print_report(report, console)
-    if options.json is not None:
+    if options.json is not None and first:
         write_json(Path(options.json), report)
 
 
@@ -347,7 +363,8 @@ def draw_rounds(job: Job, console: Console) -> None:
     """Draws the trees of the first prompt's first rounds, from the steps of a round."""
     plan, options, prompt = job.plan, job.options, job.ids[0]
     capacity = capacity_for(plan, len(prompt) + options.max_new_tokens)
-    state = new_state(plan, job.params, 1, capacity, jax.random.key(options.seed), job.stops)
+    key = jax.random.key(options.seed)
+    state = new_state(plan, job.params, plan.shards, capacity, key, job.stops)
     state = admit(plan, job.params, state, 0, prompt, 0, options.max_new_tokens)
 
     def word(token):
@@ -355,8 +372,9 @@ def draw_rounds(job: Job, console: Console) -> None:
 
     console.print(Text(f"the first drafts for prompt {job.prompts[0].id!r}", "bold"))
     drawn = number = 0
-    while drawn < DRAWN_ROUNDS and not state.rows.done[0]:
+    while drawn < DRAWN_ROUNDS and not fetchable(state.rows.done)[0]:
         state, verdict = _round(plan, job.params, state)
+        verdict = fetchable(verdict)
         number += 1
         if verdict.tree.size[0] == 1 and plan.method.budget > 1:
             continue  # nothing was drafted
@@ -367,7 +385,10 @@ def draw_rounds(job: Job, console: Console) -> None:
         console.out(f"then {word(int(bonus))!r}\n", highlight=False)
 
 
-_round = partial(jax.jit, static_argnums=0)(decode_round)
+@partial(jax.jit, static_argnums=0)
+def _round(plan, params, state):
+    step = partial(decode_round, plan)
+    return each_shard(plan.mesh, step, (STATE, ROWS))(params, state)
 
 
 def make_report(job: Job, run: Comparison) -> dict[str, Any]:
@@ -394,6 +415,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "depth": job.plan.method.needs.depth,
         "width": options.width,
         "attention": options.attention,
+        "mesh": options.mesh,
         "max_new_tokens": options.max_new_tokens,
         "stop": list(options.stop),
         "prompts": options.bench or options.prompts or ("given" if options.prompt else "built-in"),

@@ -109,7 +109,9 @@ def generate_text(
         method = default_method(head, usual_budget(smart))
     check_method(method)
     method = combine(method) if smart else method
-    plan = Plan(target.config, method, sampling, attention=attention)
+    plan = Plan(target.config, method, sampling, attention=attention, mesh=target.mesh)
+    if smart and target.mesh is not None:
+        raise ValueError("smart takes one device: what rounds cost on a mesh is not measured yet")
     params = {"target": target.params} | ({} if head is None else {"head": head.params})
     stop = (stop,) if isinstance(stop, str) else stop or ()
     if not isinstance(stop, Sequence) or not all(map(is_text, stop)):

@@ -417,7 +417,16 @@ BAD = {
     "smart": (["--smart", "on", "--method", "ar"], "--smart on has nothing to choose"),
     "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
     "graft": (["--graft", "on", "--method", "ar"], "--graft on has no room with a budget of 1"),
-    "two devices": (["--mesh", "data=2,model=1"], "is not there yet: use data=1,model=1"),
+    "no mesh": (["--mesh", "2x4"], "mesh must be like data=2,model=4, got '2x4'"),
+    "a mesh for no batch": (
+        ["--mesh", "data=2", "--batch", "3"],
+        "data=2 does not divide --batch 3",
+    ),
+    "too large a mesh": (
+        ["--mesh", "model=64"],
+        "mesh data=1,model=64 takes 64 devices, JAX finds",
+    ),
+    "smart on a mesh": (["--mesh", "model=2", "--smart", "on"], "--smart on takes one device"),
     "pallas": (["--attention", "pallas"], "not there yet: use auto or xla"),
     "no config": (["--config", "no.yaml"], "--config: File does not exist"),
     "a report in no folder": (["--json", "no/such/out.json"], "cannot write no/such/out.json"),

@@ -1,10 +1,12 @@
 """Attention as a cascade: the cached prefix by length, the rows of the same pass by packed bits."""
 
+from functools import partial
 from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
 from jspec.attention.xla import xla_tree_attention
+from jspec.mesh import over_heads
 
 Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]
 
@@ -54,9 +56,8 @@ def tree_attention(
         )
     if window is not None and q_positions is None:
         raise ValueError("q_positions are needed with a window")
-    return xla_tree_attention(
-        q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale
-    )
+    attention = partial(xla_tree_attention, window=window, scale=scale)
+    return over_heads(attention, q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions)
 
 
 __all__ = ["Implementation", "tree_attention"]

@@ -160,15 +160,15 @@ def _spread(times):
 
 def _fixed(plan, params, state):
     """Seconds of a resting round outside the verify forward, from its steps."""
-    proposal, _ = jax.eval_shape(lambda s: run_propose(plan, params, s), state)
-    shapes = jax.eval_shape(lambda s, tree: verify(plan, params, s, tree), state, proposal.tree)
+    tree, _ = jax.eval_shape(lambda s: run_propose(plan, params, s), state)
+    shapes = jax.eval_shape(lambda s, tree: verify(plan, params, s, tree), state, tree)
     verified = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     taken = []
     for _ in range(LEAST + 1):
         copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
         start = time.perf_counter()
-        drafted, copy = run_propose(plan, params, copy)
-        verdict, copy, kept = run_accept_commit(plan, params, copy, drafted.tree, verified)
+        tree, copy = run_propose(plan, params, copy)
+        verdict, copy, kept = run_accept_commit(plan, params, copy, tree, verified)
         jax.block_until_ready(run_absorb_observe(plan, params, copy, verdict, kept))
         taken.append(time.perf_counter() - start)
     return min(taken[1:])

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
 from jspec.device import weights_dtype
+from jspec.mesh import check_heads, mesh_under, param_shardings, place, shard_params
 from jspec.models.config import ModelConfig, TargetError, from_hf, read_json
 from jspec.models.fetch import WheelFile, build, cache_dir, fetch, sha256
 from jspec.models.params import hub_names, param_shapes
@@ -46,8 +48,15 @@ class Target:
     name: str
     fingerprint: str
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """What its weights lie on; None: one device."""
+        return mesh_under(self.params)
 
-def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Target:
+
+def load_target(
+    name_or_path: str | Path, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> Target:
     """Loads a target, fetching or converting it the first time.
 
     Args:
@@ -55,6 +64,7 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Tar
         safetensors files, tokenizer.json), a .gguf file (converted once into the cache, by the
         sha256 of its content), or a hub id "org/name" (of the hub's own cache, or the network).
       dtype: of all weights; default: fp32 on a CPU, else bf16.
+      mesh: of ``jspec.make_mesh``: every device gets its part of the weights and no device all; None: one device.
 
     Returns:
       The target. Its fingerprint is a sha256 over the architecture and, for every tensor in order
@@ -64,14 +74,16 @@ def load_target(name_or_path: str | Path, dtype: DTypeLike | None = None) -> Tar
     Raises:
       TargetError: no such target, an incomplete or damaged one, or one that is not supported.
       FetchError: it could not be downloaded, or the cache cannot be written.
+      ValueError: a mesh that does not divide its heads.
     """
     dtype = weights_dtype("auto") if dtype is None else dtype
     folder = locate(str(name_or_path))
     config = from_hf(read_json(folder / "config.json"))
     tokenizer = Tokenizer.from_dir(folder)
     config = dataclasses.replace(config, eos_ids=tokenizer.eos_ids)
-    params, fingerprint = read_params(folder, config, dtype)
-    params = fuse(config, params)
+    check_heads(mesh, config)
+    params, fingerprint = read_params(folder, config, dtype, mesh)
+    params = shard_params(mesh, fuse(config, params))
     return Target(config, params, tokenizer, str(name_or_path), fingerprint)
 
 
@@ -134,7 +146,7 @@ def from_hub(name: str) -> Path:
 
 
 def read_params(
-    folder: Path, config: ModelConfig, dtype: DTypeLike = jnp.float32
+    folder: Path, config: ModelConfig, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[dict[str, Any], str]:
     """The weights in a hub-style directory, and their fingerprint (see ``load_target``).
 
@@ -142,12 +154,17 @@ def read_params(
       TargetError: no weights, damaged ones, or not exactly those that ``config`` asks for.
     """
     names, tree = jax.tree.flatten(hub_names(config))
-    wanted = dict(zip(names, jax.tree.leaves(param_shapes(config))))
+    shapes = param_shapes(config)
+    wanted = dict(zip(names, jax.tree.leaves(shapes)))
+    where = {} if mesh is None else dict(zip(names, jax.tree.leaves(param_shardings(mesh, shapes))))
     # Some checkpoints store tied embeddings twice.
     spare = ("lm_head.weight",) if config.tie_embeddings else ()
     digest = hashlib.sha256(repr(dataclasses.replace(config, eos_ids=())).encode())
     arrays = {}
     for name, array in read_tensors(folder, wanted, config.arch, spare):
         digest.update(sample(name, array))
-        arrays[name] = jnp.asarray(array, dtype)
+        if mesh is None:
+            arrays[name] = jnp.asarray(array, dtype)
+        else:
+            arrays[name] = place(array.astype(dtype), where[name])
     return tree.unflatten([arrays[name] for name in names]), digest.hexdigest()[:16]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
+from jspec.mesh import mesh_of
 from jspec.models.load import load_target
 from jspec.options import exit_status
 from jspec.train.options import STAGES, parse
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, stages = parse(argv)
         pick_accelerator(options.accel)
         keep_compilations()
-        target = load_target(options.target, weights_dtype(options.dtype))
+        dtype = weights_dtype(options.dtype)
+        target = load_target(options.target, dtype, mesh_of(options.mesh))
         run = {"text": write_library, "head": train_head, "export": export_trained}
         for stage in STAGES:
             if stage in stages:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.attention import tree_attention
+from jspec.mesh import alike, mesh_under
 from jspec.models.config import ModelConfig
 from jspec.models.transformer import forward
 from jspec.train.data import Text
@@ -56,7 +57,7 @@ def states_of(
         tokens = np.zeros((ROWS, width), np.int32)
         for row, i in enumerate(members):
             tokens[row, : len(texts[i])] = texts[i]
-        made = np.asarray(_taps(config, params, tokens, taps), np.float32)
+        made = np.asarray(_taps(config, params, tokens, taps, mesh_under(params)), np.float32)
         for row, i in enumerate(members):
             yield i, made[row, : len(texts[i]) - 1].copy()
 
@@ -72,4 +73,6 @@ def with_taps(
     return out
 
 
-_taps = partial(jax.jit, static_argnums=(0, 3))(target_taps)
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def _taps(config, params, tokens, taps, mesh):
+    return alike(mesh, partial(target_taps, config, taps=taps))(params, tokens)

@@ -16,12 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from jspec.checkpoint import readable
 from jspec.heads.config import HeadConfig
 from jspec.heads.correction import taught_inputs
 from jspec.heads.parallel import block_hidden, init_head
+from jspec.mesh import DATA, check_batch, check_heads, param_shardings, shard_params
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
 from jspec.state import Plan
@@ -76,7 +80,7 @@ def first_head(config: HeadConfig, texts: Sequence[Text], taps: Sequence[int], s
     return head | {"fc": head["fc"] * scale.astype(np.float32)}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 8), donate_argnums=5)
 def train_step(
     target: ModelConfig,
     head_config: HeadConfig,
@@ -86,6 +90,7 @@ def train_step(
     state: TrainState,
     frozen: Frozen,
     batch: Batch,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One step. Donates ``state``.
 
@@ -98,7 +103,27 @@ def train_step(
       state: before.
       frozen: see ``frozen_parts``.
       batch: see ``Batches``.
+      mesh: static: its data shards have a part of the texts each, and add up their gradients; None: one device.
     """
+    if mesh is None:
+        return _step(target, head_config, loss, optim, taps, state, frozen, batch)
+
+    def total(x):
+        return jax.tree.map(lambda y: lax.psum(y, DATA), x)
+
+    def part(state, frozen, batch):
+        return _step(target, head_config, loss, optim, taps, state, frozen, batch, total)
+
+    specs = P(), P(), P(DATA)
+    spread = jax.shard_map(
+        part, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={DATA}, check_vma=False
+    )
+    after, said = spread(state, frozen, batch)
+    where = param_shardings(mesh, after)
+    return jax.tree.map(lax.with_sharding_constraint, after, where), said
+
+
+def _step(target, head_config, loss, optim, taps, state, frozen, batch, total=lambda x: x):
     if taps:
         states = batch.taps
     else:
@@ -133,11 +158,10 @@ def train_step(
             inputs = taught_inputs(head_config, narrow, frozen.target, hidden, *path)
             share = base_share(loss, state.step, optim.steps)
             corrected = Corrected(narrow["correction"]["up"], inputs, share)
-        return block_loss(
-            loss, frozen.output, hidden, labels.reshape(-1, depth), teacher, corrected
-        )
+        flat = labels.reshape(-1, depth)
+        return block_loss(loss, frozen.output, hidden, flat, teacher, corrected, total)
 
-    (value, said), gradient = jax.value_and_grad(objective, has_aux=True)(state.head)
+    (value, said), gradient = total(jax.value_and_grad(objective, has_aux=True)(state.head))
     change, moments = optimizer(optim).update(gradient, state.optimizer, state.head)
     head = optax.apply_updates(state.head, change)
     said = said | {"loss": value, "gradient": optax.tree.norm(gradient)}
@@ -173,7 +197,7 @@ class Trainer:
         """Reads the last checkpoint, if there is one.
 
         Args:
-          target: what the head drafts for.
+          target: what the head drafts for; a run is on its mesh, whichever one its checkpoints are from.
           head_config: the head's.
           texts: that are trained on.
           held_out: others, of the same library.
@@ -188,10 +212,13 @@ class Trainer:
           init: trained weights to begin with; None: new ones.
 
         Raises:
-          ValueError: no held-out text that is long enough, or taps that are missing.
+          ValueError: no held-out text that is long enough, taps that are missing, or a mesh that does not divide the
+            texts of a step or the head's heads.
         """
         self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
-        self.target = target.config
+        self.target, self.mesh = target.config, target.mesh
+        check_batch(self.mesh, batch.texts, "batch.texts")
+        check_heads(self.mesh, head_config, "the head's")
         if taps and loss.kind != "ce" and target.config.num_layers not in taps:
             raise ValueError(
                 f"a {loss.kind} loss needs the target's final states kept: --teacher true"
@@ -207,7 +234,7 @@ class Trainer:
             for some in (texts[:SCALED_ON], long_enough(held_out, head_config, optim))
         )
         self.recordings = held_out_recordings(held, there, head_config, optim)
-        self.frozen = frozen_parts(target, draft_ids)
+        self.frozen = shard_params(self.mesh, frozen_parts(target, draft_ids))
         self.plans, self.folder, self.as_params = plans, folder, as_params
         self._goes_on = init is not None
         folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +243,8 @@ class Trainer:
         else:
             self.first_weights = partial(jax.tree.map, partial(jnp.array, dtype=jnp.float32), init)
         head = self.first_weights()
-        self.state = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
+        begin = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
+        self.state = shard_params(self.mesh, begin)
         options = ocp.CheckpointManagerOptions(max_to_keep=1)
         self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
         self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
@@ -264,6 +292,7 @@ class Trainer:
                 self.state,
                 self.frozen,
                 self.batches[step],
+                self.mesh,
             )
             said.append(numbers)
             tick()
@@ -290,7 +319,7 @@ class Trainer:
     def _keep(self, step: int, row: dict[str, Any]) -> None:
         found = np.float32(row[next(iter(self.plans))])  # as it is kept: of equal ones the first
         if found > float(self.state.best):
-            self.state = self.state._replace(best=jnp.float32(found))
+            self.state = self.state._replace(best=shard_params(self.mesh, jnp.float32(found)))
             self._save(self._best, step)
         self._save(self._last, step)
 

@@ -12,6 +12,7 @@ what the slots should say (Domino, arXiv 2605.29707).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -268,8 +269,17 @@ def block_loss(
     labels: Int[Array, "A D"],
     teacher: Float[Array, "H M"] | None = None,
     corrected: Corrected | None = None,
+    total: Callable[[Array], Array] = lambda x: x,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """The loss over A blocks of D slots (M = A * D), and what a log wants to know.
+
+    Args:
+      loss: static.
+      output: rows of the draft vocabulary.
+      hidden: the head's final states.
+      labels: draft ids; below 0: none.
+      teacher: see ``slot_losses``.
+      total: where these are a part of the blocks, sums over the parts: what is returned then is this part's share.
 
     Returns:
       The weighted mean over slots with a label (``labels`` >= 0), and "hits" [D] and "slots" [D]: how many slots' best
@@ -280,8 +290,8 @@ def block_loss(
     """
     valid = (labels >= 0).astype(jnp.float32)
 
-    def mean(total, weights):
-        return total / jnp.maximum(weights.sum(), 1e-9)
+    def mean(summed, weights):
+        return summed / jnp.maximum(total(weights.sum()), 1e-9)
 
     def hits(slots):
         return (slots.hit.reshape(labels.shape) * valid).sum(axis=0)
@@ -291,13 +301,13 @@ def block_loss(
         slots = slot_losses(loss, output, hidden, labels.reshape(-1), teacher)
         each = jax.tree.map(lambda x: x.reshape(labels.shape), slots)
         weights = slot_weights(loss, each.label_logp, valid)
-        total = (weights * jnp.where(valid > 0, each.loss, 0)).sum()
-        return mean(total, weights), said | {"hits": hits(slots)}
+        summed = (weights * jnp.where(valid > 0, each.loss, 0)).sum()
+        return mean(summed, weights), said | {"hits": hits(slots)}
     if loss.dpace is not None:
         raise ValueError("dpace must be off for a head with a correction")
     _check_teacher(loss, teacher)
     weights = slot_weights(loss, jnp.zeros_like(valid), valid)
     taught = hidden if teacher is None else teacher
     flat = labels.reshape(-1), taught, weights.reshape(-1)
-    total, (slots, base) = _corrected(loss, output, hidden, *flat, corrected)
-    return mean(total, weights), said | {"hits": hits(slots), "base_hits": hits(base)}
+    summed, (slots, base) = _corrected(loss, output, hidden, *flat, corrected)
+    return mean(summed, weights), said | {"hits": hits(slots), "base_hits": hits(base)}

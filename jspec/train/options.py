@@ -8,9 +8,10 @@ import jsonargparse
 
 from jspec.device import Accel, Dtype
 from jspec.heads.config import Correction
+from jspec.mesh import parse_mesh
 from jspec.method import MAX_BUDGET
 from jspec.models.load import DEFAULT_TARGET
-from jspec.options import Parser, one_line
+from jspec.options import ONE_DEVICE, Parser, one_line
 from jspec.train.data import BatchConfig
 from jspec.train.losses import LossConfig
 from jspec.train.optim import OptimConfig
@@ -79,6 +80,7 @@ class TrainOptions:
         Its taps and draft vocabulary are taken over, its block may be another, and a correction may be added. null: new
         weights.
       accel: where to run.
+      mesh: devices, as of ``python -m jspec.run``: data divides batch.texts and text.batch, model the heads.
       dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
       keep_taps: keep the target's states with the text (about 1.2 KB a token and tap for a width of 576); else they are
         made again in every step.
@@ -101,6 +103,7 @@ class TrainOptions:
     init: str | None = None
     accel: Accel = "auto"
     dtype: Dtype = "auto"
+    mesh: str = ONE_DEVICE
     keep_taps: bool = True
     teacher: bool = True
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
@@ -113,6 +116,10 @@ class TrainOptions:
         for name in ("target", "library", "run"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
+        data, _ = parse_mesh(self.mesh)
+        for name, rows in {"batch.texts": self.batch.texts, "text.batch": self.text.batch}.items():
+            if rows % data:
+                raise ValueError(f"mesh: data={data} does not divide {name} {rows}")
         for name in ("library", "run"):  # a shell expands "~" only where it stands alone
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         object.__setattr__(self, "also", tuple(map(os.path.expanduser, self.also)))

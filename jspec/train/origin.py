@@ -91,7 +91,7 @@ def run_record(
 ) -> dict[str, Any]:
     """All that a run's result depends on, as JSON has it; not what its folders are called."""
     record = dataclasses.asdict(options)
-    for where in ("library", "also", "run", "accel", "text", "target"):
+    for where in ("library", "also", "run", "accel", "mesh", "text", "target"):
         del record[where]
     dtype = target.params["embed"].dtype
     record["dtype"] = next((name for name, kind in DTYPES.items() if kind == dtype), dtype.name)

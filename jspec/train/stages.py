@@ -174,8 +174,8 @@ def _open_run(
     tree, chain = (ddtree, dflash) if config.correction is None else (dartree, domino)
     longest = min(config.depth + 1, MAX_BUDGET)
     plans = {
-        "tree": Plan(target.config, tree(config, options.optim.eval_budget)),
-        "chain": Plan(target.config, chain(config, longest)),
+        "tree": Plan(target.config, tree(config, options.optim.eval_budget), mesh=target.mesh),
+        "chain": Plan(target.config, chain(config, longest), mesh=target.mesh),
     }
     init = None if origin is None else dict(origin.weights)
     if init is not None and config.correction is not None and "correction" not in init:

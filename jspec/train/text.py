@@ -153,12 +153,14 @@ def write(
 
     The texts depend on the seed and the prompts' indices (``first`` and on), not on batch or order.
     """
+    plan = Plan(target.config, method, sampling, mesh=target.mesh)
+    enough = -(-max(len(prompts), 1) // plan.shards) * plan.shards
     run = Stream(
-        Plan(target.config, method, sampling),
+        plan,
         {"target": target.params},
         prompts,
         max_new_tokens=max_new_tokens,
-        batch=min(batch, max(len(prompts), 1)),
+        batch=min(batch, enough),
         seed=seed,
         stops=target_stops(target),
         capacity=capacity,
