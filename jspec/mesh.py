@@ -124,7 +124,8 @@ def param_shardings(mesh: Mesh, params: Any) -> Any:
     def one(path, x):
         names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
         axis = _SPLIT.get(names[-1]) if names else None
-        if axis is None or x.ndim <= axis or x.shape[axis] % size:
+        # A correction's parts share names with a layer's, and are small.
+        if axis is None or "correction" in names or x.ndim <= axis or x.shape[axis] % size:
             return NamedSharding(mesh, P())
         return NamedSharding(mesh, P(*[None] * axis, MODEL))
 

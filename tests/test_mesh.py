@@ -25,8 +25,7 @@ from jspec.driver import decode_all, outcome
 from jspec.heads.config import config_for
 from jspec.heads.parallel import init_head, with_draft_ids
 from jspec.mesh import MODEL, make_mesh, mesh_under, param_shardings, parse_mesh, shard_params
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
-from jspec.models.transformer import fuse
+from jspec.methods import ar, ddtree, jetspec, prompt_lookup, token_recycling
 from jspec.prefill import admit_each
 from jspec.recording import record, replay
 from jspec.report import bucket_histogram
@@ -39,6 +38,7 @@ from jspec.train.loop import Trainer, train_step
 from jspec.train.losses import LossConfig
 from jspec.train.optim import OptimConfig
 from jspec.train.options import parse
+from tests import test_equality as equality
 from tests.train import test_command as training
 
 DEVICES = 8
@@ -48,7 +48,6 @@ LENGTHS = (9, 1, 33, 2, 30, 23, 5, 12, 31, 3)  # of prompts: more than slots
 NEW = 16
 BUCKETS = (4,)  # and one that holds everything
 SAMPLINGS = {"greedy": Sampling(), "top-p": Sampling(temperature=0.8, top_p=0.95)}
-HEADED = {jetspec: True, dflash: False, ddtree: False}
 MESHES = {(8, 1): 8, (2, 4): 6, (1, 3): 3}  # and a batch
 
 
@@ -60,20 +59,13 @@ def tiny(tiny_model):
         config, params = tiny_model(
             num_heads=2 * kv_heads, num_kv_heads=kv_heads, vocab_size=64, eos_ids=(7,)
         )
-        head = init_head(head_config(config, True), jax.random.key(1))
-        return config, {"target": fuse(config, params), "head": head}
+        return config, equality.with_head(config, params)
 
     return make
 
 
-def head_config(config, causal):
-    return config_for(config, mask_token_id=60, taps=(0, 1), block_size=7, causal=causal)
-
-
 def make(factory, config):
-    if factory in HEADED:
-        return factory(head_config(config, HEADED[factory]), 12)
-    return ar() if factory is ar else factory(12)
+    return ar() if factory is ar else equality.make(factory, config, 12)
 
 
 def prompts(vocab=64, lengths=LENGTHS):
@@ -113,7 +105,7 @@ def test_more_devices_than_there_are():
         make_mesh(64, 2)
 
 
-METHODS = (ar, prompt_lookup, token_recycling, *HEADED)
+METHODS = (ar, prompt_lookup, token_recycling, *equality.CAUSAL)
 QUICK = {(prompt_lookup, (8, 1)), (jetspec, (2, 4)), (ddtree, (1, 3))}
 
 
