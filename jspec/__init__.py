@@ -4,10 +4,10 @@ From text to text: ``load``, ``generate_text``. The steps of a round: ``propose`
 ``absorb``, ``observe``; over whole generations: ``generate``, ``stream``, ``decode_all``. Methods are values:
 ``ar()``, ``prompt_lookup(...)``, ``token_recycling(...)``; with a draft head (``load_head``) ``jetspec(...)``,
 ``dflash(...)``, ``ddtree(...)``, whose trees are ``best_first_tree``, ``chain_tree`` and ``exact_tree`` over its
-``draft_table``, and ``domino(...)``, ``dartree(...)`` where the head has a ``Correction``; or a ``Method`` of your own.
-``smart(method)`` cuts a method's trees to what pays by a cost model, ``make_cost(...)`` or the ``Profile`` of
-``ready_profile(...)``; ``graft(method)`` fills them with retrieved tokens where the drafter is unsure. ``sequoia`` and
-``traversal`` are rejection rules for sampled trees.
+``draft_table``, and ``domino(...)``, ``dartree(...)`` where the head has a ``Correction``, or ``eagle3(...)``; or a
+``Method`` of your own. ``smart(method)`` cuts a method's trees to what pays by a cost model, ``make_cost(...)`` or the
+``Profile`` of ``ready_profile(...)``; ``graft(method)`` fills them with retrieved tokens where the drafter is unsure.
+``sequoia`` and ``traversal`` are rejection rules for sampled trees.
 """
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ from jspec.driver import Event, Finished, Stream, decode_all, outcome, stream
 from jspec.exactness import Difference, first_difference
 from jspec.growth import Frontier, grow
 from jspec.heads.config import Correction, HeadConfig, HeadError, config_for, spread_taps
+from jspec.heads.eagle_config import EagleConfig, eagle_config_for
 from jspec.heads.parallel import DraftTable, draft_table, init_head
 from jspec.mesh import make_mesh, shard_params
 from jspec.method import Memory, Method, MethodState, Needs, Params, Proposal, Verdict
@@ -43,6 +44,7 @@ from jspec.methods import (
     ddtree,
     dflash,
     domino,
+    eagle3,
     graft,
     jetspec,
     prompt_lookup,
@@ -110,6 +112,7 @@ __all__ = [
     "DecodeState",
     "Difference",
     "DraftTable",
+    "EagleConfig",
     "Event",
     "FetchError",
     "Finished",
@@ -163,6 +166,8 @@ __all__ = [
     "draw_svg",
     "draw_text",
     "each_shard",
+    "eagle3",
+    "eagle_config_for",
     "encode_prompt",
     "exact_tree",
     "export_head",

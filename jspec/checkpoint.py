@@ -1,7 +1,7 @@
 """Draft heads on disk, in two formats, each a folder with a readable config.json.
 
-Native: the weights in ``params/``, by orbax, as training holds them. Published: ``model.safetensors``, as JetSpec's and
-DFlash's heads are published. A folder is written whole or not at all.
+Native: the weights in ``params/``, by orbax, as training holds them. Published: ``model.safetensors``, as JetSpec's,
+DFlash's and EAGLE-3's heads are published. A folder is written whole or not at all.
 """
 
 import contextlib
@@ -24,20 +24,13 @@ from jaxtyping import DTypeLike
 from safetensors import SafetensorError
 from safetensors.flax import save_file
 
-from jspec.heads.config import HeadConfig, HeadError, check_pair
-from jspec.heads.parallel import init_head, with_draft_ids
-from jspec.heads.published import (
-    as_head_error,
-    config_from_json,
-    config_to_json,
-    from_tensors,
-    tensor_shapes,
-    to_tensors,
-)
+from jspec.heads.config import HeadConfig, HeadError
+from jspec.heads.kinds import AnyConfig, code_of, config_from_json, layout_of, pair
+from jspec.heads.published import as_head_error
 from jspec.mesh import check_heads, shard_params
 from jspec.models.config import read_json
 from jspec.models.load import Target, from_hub, is_hub_id
-from jspec.models.tensors import read_tensors, sample
+from jspec.models.tensors import sample
 
 _FILES = {"config.json", "params", "model.safetensors", "README.md"}  # what a head's folder holds
 SHIPPED = Path(__file__).parent / "heads" / "shipped"  # heads that come with jspec, a folder each
@@ -48,11 +41,12 @@ class Head:
     """A head that is ready to draft for a target.
 
     Attributes:
-      params: see ``jspec.heads.parallel``; in the target's dtype.
+      config: its class says which kind it is.
+      params: see ``jspec.heads.parallel`` or ``jspec.heads.eagle``; in the target's dtype.
       fingerprint: 16 hex digits that name config and weights, in either format.
     """
 
-    config: HeadConfig
+    config: AnyConfig
     params: dict[str, Any]
     name: str
     fingerprint: str
@@ -67,40 +61,44 @@ def load_head(name_or_path: str | Path, target: Target) -> Head:
     """
     folder = locate_head(str(name_or_path))
     config, params = read_head(folder)
-    check_pair(config, target.config, target.fingerprint)
+    config = pair(config, target)
     check_heads(target.mesh, config, "the head's")
     fingerprint = head_fingerprint(config, params)
     dtype = target.params["embed"].dtype
     draft_ids = params.pop("draft_ids", None)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     if draft_ids is not None:
-        params = with_draft_ids(params, target.params, draft_ids)
+        params = code_of(config).with_draft_ids(params, target.params, draft_ids)
     return Head(config, shard_params(target.mesh, params), str(name_or_path), fingerprint)
 
 
-def shipped_head(target: Target, causal: bool, corrected: bool = False) -> str | None:
+def shipped_head(
+    target: Target, causal: bool | None = None, corrected: bool = False, kind: type = HeadConfig
+) -> str | None:
     """The name of a shipped head that was trained on a target; None where there is none.
 
     Args:
       target: compared by fingerprint.
-      causal: which kind is taken where there are both.
+      causal: which of the parallel heads is taken where there are both.
       corrected: one with a correction is wanted, or one without.
+      kind: the class of its config.
     """
     fitting = {}
     for name in _shipped():
         config = _config_in(SHIPPED / name)
-        fits = corrected == (config.correction is not None)
+        fits = isinstance(config, kind) and corrected == (config.correction is not None)
         if fits and config.target_fingerprint == target.fingerprint:
-            fitting.setdefault(config.causal, name)
-    return fitting.get(causal, fitting.get(not causal))
+            fitting.setdefault(getattr(config, "causal", None), name)
+    return fitting.get(causal, next(iter(fitting.values()), None))
 
 
-def is_corrected(name_or_path: str | Path) -> bool:
-    """Whether a head has a correction; False where there is no head to be read, which loading it will say."""
-    try:
-        return _config_in(locate_head(str(name_or_path))).correction is not None
-    except HeadError:
-        return False
+def read_config(name_or_path: str | Path) -> AnyConfig:
+    """The config of a head, without its weights, by what ``load_head`` takes.
+
+    Raises:
+      HeadError: there is no head.
+    """
+    return _config_in(locate_head(str(name_or_path)))
 
 
 def _config_in(folder):
@@ -108,7 +106,7 @@ def _config_in(folder):
         return config_from_json(read_json(folder / "config.json"))
 
 
-def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
+def read_head(folder: Path) -> tuple[AnyConfig, dict[str, Any]]:
     """Config and arrays of a head in a folder, in the dtype in which they are stored.
 
     Raises:
@@ -119,22 +117,22 @@ def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Any]]:
         if (folder / "params").is_dir():
             found = _restore(folder / "params", config)
         else:
-            found = dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
+            found = layout_of(config).read_arrays(folder, config)
     if config.draft_vocab_size is not None:  # before JAX makes 32 bits of them
         _check_draft_ids(config, np.asarray(found["draft_ids"]))
     if (folder / "params").is_dir():
         return config, found
     with as_head_error():
-        return config, from_tensors(config, jax.tree.map(jnp.asarray, found))
+        return config, layout_of(config).from_tensors(config, jax.tree.map(jnp.asarray, found))
 
 
-def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -> None:
+def save_head(folder: str | Path, config: AnyConfig, head: Mapping[str, Any]) -> None:
     """Writes a head in the native format; a head that is there already is replaced.
 
     Args:
       folder: made where need be.
       config: the head's.
-      head: see ``jspec.heads.parallel``; the target's rows are left out.
+      head: as ``Head.params``; the target's rows are left out.
 
     Raises:
       HeadError: arrays that ``config`` does not ask for; a folder that holds something else, or can't be written.
@@ -154,7 +152,7 @@ def save_head(folder: str | Path, config: HeadConfig, head: Mapping[str, Any]) -
 
 def export_head(
     folder: str | Path,
-    config: HeadConfig,
+    config: AnyConfig,
     head: Mapping[str, Any],
     dtype: DTypeLike = jnp.bfloat16,
     card: str | None = None,
@@ -164,7 +162,7 @@ def export_head(
     Args:
       folder: made where need be.
       config: the head's.
-      head: see ``jspec.heads.parallel``.
+      head: likewise.
       dtype: of the weights in the file; a floating one.
       card: what the README.md beside it says; None: there is none.
     """
@@ -176,7 +174,7 @@ def export_head(
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     def write(path):
-        tensors = jax.tree.map(cast, to_tensors(config, head))
+        tensors = jax.tree.map(cast, layout_of(config).to_tensors(config, head))
         save_file(tensors, path / "model.safetensors", {"format": "pt"})  # for its owner only
         (path / "model.safetensors").chmod((path / "config.json").stat().st_mode)
         if card is not None:
@@ -185,12 +183,12 @@ def export_head(
     _write(Path(folder), config, jnp.dtype(dtype).name, write)
 
 
-def head_fingerprint(config: HeadConfig, head: Mapping[str, Any]) -> str:
+def head_fingerprint(config: AnyConfig, head: Mapping[str, Any]) -> str:
     """16 hex digits over the config and 4096 evenly spaced bytes of each array, in bf16 where that holds its values."""
     # Heads keep the fingerprints that they had when there was nothing else.
     said = repr(config).replace(", shift_labels=False, correction=None", "")
     digest = hashlib.sha256(said.encode())
-    for name, array in sorted(to_tensors(config, head).items()):
+    for name, array in sorted(layout_of(config).to_tensors(config, head).items()):
         if jnp.issubdtype(array.dtype, jnp.floating):
             narrow = array.astype(jnp.bfloat16)
             array = narrow if (narrow.astype(array.dtype) == array).all() else array
@@ -293,7 +291,7 @@ def _restore(path, config):
 
 def _wanted(config):
     """The arrays of a head that are stored, as ``jax.ShapeDtypeStruct``."""
-    head = jax.eval_shape(lambda: init_head(config, jax.random.key(0)))
+    head = jax.eval_shape(lambda: code_of(config).init_head(config, jax.random.key(0)))
     if config.draft_vocab_size is not None:
         head["draft_ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32)
     return head
@@ -323,7 +321,7 @@ def _check_draft_ids(config, ids):
         raise HeadError(f"draft_ids must ascend within the vocabulary 0..{config.vocab_size - 1}")
 
 
-def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path], None]):
+def _write(folder: Path, config: AnyConfig, dtype: str, write: Callable[[Path], None]):
     """Makes a folder of config.json and what ``write`` adds, next to ``folder``; then puts it there.
 
     A kill at any moment leaves the old folder or the new one, under its name or, between two renames, as ``.NAME.old``.
@@ -341,7 +339,7 @@ def _write(folder: Path, config: HeadConfig, dtype: str, write: Callable[[Path],
             raise HeadError(f"{folder} holds something that is no head: give another") from None
         if more := sorted({path.name for path in folder.iterdir()} - _FILES):
             raise HeadError(f"{folder} holds more than a head ({more[0]}): give another") from None
-    text = json.dumps(config_to_json(config, dtype), indent=2)
+    text = json.dumps(layout_of(config).config_to_json(config, dtype), indent=2)
     try:
         _clear(folder)
         shutil.rmtree(old, ignore_errors=True)

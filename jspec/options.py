@@ -46,14 +46,14 @@ class Options:
     ] = False
     method: Annotated[
         str | None,
-        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash, ddtree, domino, dartree or "
-        "dartree_fixed; default: with a head ddtree, or dartree if it has a correction, else prompt_lookup",
+        "who drafts: ar, prompt_lookup, token_recycling, jetspec, dflash, ddtree, domino, dartree, dartree_fixed "
+        "or eagle3; default: what suits the head, ddtree, dartree or eagle3; without one prompt_lookup",
     ] = None
     head: Annotated[
         str | None,
-        "of jetspec, dflash and ddtree, and of domino and dartree, which need one with a correction: a shipped draft "
-        "head's name, a head's directory or a hub id; default: the shipped one that was trained on the target, of "
-        "dflash the bidirectional, else the causal one",
+        "of jetspec, dflash and ddtree, of domino and dartree, which need one with a correction, and of eagle3: a "
+        "shipped draft head's name, a head's directory or a hub id; default: the shipped one that was trained on the "
+        "target, of dflash the bidirectional, else the causal one",
     ] = None
     budget: Annotated[
         int | None,
@@ -63,8 +63,8 @@ class Options:
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
         int | None,
-        "matches of prompt_lookup, successors of token_recycling, children of a node of jetspec, "
-        "candidates of a slot of ddtree, nodes of a depth of dartree; default: the method's",
+        "matches of prompt_lookup, successors of token_recycling, children of a node of jetspec and "
+        "eagle3, candidates of a slot of ddtree, nodes of a depth of dartree; default: the method's",
     ] = None
     smart: Annotated[
         Switch, "on: verify only the nodes that pay; measures the machine the first time"

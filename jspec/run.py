@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
-from jspec.checkpoint import Head, is_corrected, load_head, shipped_head
+from jspec.checkpoint import Head, load_head, read_config, shipped_head
 from jspec.comparison import Comparison
 from jspec.cost.profile import Profile, Setting, setting_of
 from jspec.cost.store import ready_profile
@@ -30,7 +30,8 @@ from jspec.device import (
     weights_dtype,
 )
 from jspec.driver import Event
-from jspec.heads.config import HeadConfig
+from jspec.heads.config import HeadConfig, HeadError, check_kind
+from jspec.heads.eagle_config import EagleConfig
 from jspec.mesh import fetchable, mesh_of
 from jspec.method import MAX_BUDGET, Method, check_range
 from jspec.methods import (
@@ -39,6 +40,7 @@ from jspec.methods import (
     ddtree,
     dflash,
     domino,
+    eagle3,
     jetspec,
     prompt_lookup,
     smart,
@@ -72,12 +74,12 @@ SHOWN_ROUNDS = 4  # decoded between two looks at the text: each look costs time
 
 
 class Factory(NamedTuple):
-    """How the command line makes a method, with --budget, what it calls --depth and --width, and a head's config."""
+    """How the command line makes a method: with --budget, what it calls --depth and --width, and a head's config."""
 
     make: Callable[..., Method]
     names: dict[str, str]
-    headed: bool = False  # it drafts with a head
-    corrected: bool = False  # and with one that has a correction
+    head: type | None = None  # the class of its head's config
+    corrected: bool = False  # the head has a correction
     usual: Callable[[bool], int | None] = usual_budget  # by default, with --smart on and without it
 
 
@@ -107,12 +109,13 @@ METHODS = {
     "ar": Factory(_ar, {}, usual=lambda smart: 1),
     "prompt_lookup": Factory(prompt_lookup, {"depth": "depth", "width": "matches"}),
     "token_recycling": Factory(token_recycling, {"depth": "depth", "width": "k"}),
-    "jetspec": Factory(jetspec, _BOTH, headed=True),
-    "dflash": Factory(partial(_chain, dflash), _DEPTH, headed=True, usual=lambda smart: None),
-    "ddtree": Factory(ddtree, _BOTH, headed=True),
-    "domino": Factory(partial(_chain, domino), _DEPTH, True, True, lambda smart: None),
-    "dartree": Factory(dartree, _BOTH, True, True),
-    "dartree_fixed": Factory(partial(dartree, variant="fixed"), _DEPTH, True, True),
+    "jetspec": Factory(jetspec, _BOTH, HeadConfig),
+    "dflash": Factory(partial(_chain, dflash), _DEPTH, HeadConfig, usual=lambda smart: None),
+    "ddtree": Factory(ddtree, _BOTH, HeadConfig),
+    "domino": Factory(partial(_chain, domino), _DEPTH, HeadConfig, True, lambda smart: None),
+    "dartree": Factory(dartree, _BOTH, HeadConfig, True),
+    "dartree_fixed": Factory(partial(dartree, variant="fixed"), _DEPTH, HeadConfig, True),
+    "eagle3": Factory(eagle3, _BOTH, EagleConfig),
 }
 
 
@@ -195,7 +198,9 @@ def make_method(options: Options, target: Target) -> tuple[Head | None, Method]:
       ValueError: a head that does not fit.
     """
     factory = find_method(options)
-    head = load_head(options.head, target) if factory.headed else None
+    head = load_head(options.head, target) if factory.head else None
+    if head is not None:
+        check_kind(options.method, head.config, factory.head)
     make = factory.make
     if options.budget is None:
         make = partial(make, budget=factory.usual(options.smart == "on"))
@@ -241,20 +246,29 @@ def choose(options: Options, target: Target) -> Options:
     Raises:
       ValueError: a method that has a head, and none is given or shipped.
     """
-    method = options.method
+    method, head = options.method, options.head
     if method is None:
-        name = options.head or shipped_head(target, causal=True)
-        tree = "dartree" if name is not None and is_corrected(name) else "ddtree"
-        method = "prompt_lookup" if name is None else tree
-    head = options.head
-    if head is None and METHODS[method].headed:
-        head = shipped_head(target, method != "dflash", METHODS[method].corrected)
+        name = head or shipped_head(target, causal=True)
+        method = "prompt_lookup" if name is None else _suited(name)
+    if head is None and (kind := METHODS[method].head):
+        head = shipped_head(target, method != "dflash", METHODS[method].corrected, kind)
         if head is None:
             raise ValueError(
                 f"--method {method} drafts with a head, and none is shipped for this target: "
                 "give one with --head"
             )
     return dataclasses.replace(options, method=method, head=head)
+
+
+def _suited(head: str) -> str:
+    """The method that suits a head; what cannot be read is said when it is loaded."""
+    try:
+        config = read_config(head)
+    except HeadError:
+        return "ddtree"
+    if isinstance(config, EagleConfig):
+        return "eagle3"
+    return "ddtree" if config.correction is None else "dartree"
 
 
 def find_method(options: Options) -> Factory:
@@ -266,7 +280,7 @@ def find_method(options: Options) -> Factory:
     if options.method not in METHODS:
         raise ValueError(f"no method {options.method!r}: there are {', '.join(METHODS)}")
     factory = METHODS[options.method]
-    if not factory.headed and options.head is not None:
+    if not factory.head and options.head is not None:
         raise ValueError(f"--method {options.method} has no head: leave --head out")
     given = {name: getattr(options, name) for name in ("depth", "width")}
     given = {name: value for name, value in given.items() if value is not None}

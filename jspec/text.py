@@ -13,8 +13,9 @@ from jspec.checkpoint import Head
 from jspec.cost.profile import setting_of
 from jspec.cost.store import ready_profile
 from jspec.driver import Finished, decode_all
+from jspec.heads.eagle_config import EagleConfig
 from jspec.method import Memory, Method, check_method, check_range
-from jspec.methods import dartree, ddtree, prompt_lookup
+from jspec.methods import dartree, ddtree, eagle3, prompt_lookup
 from jspec.methods import smart as combine
 from jspec.models.load import Target
 from jspec.models.tokenizer import Message
@@ -55,8 +56,9 @@ def default_method(head: Head | None = None, budget: int | None = None) -> Metho
     budget = usual_budget() if budget is None else budget
     if head is None:
         return prompt_lookup(budget)
-    tree = ddtree if head.config.correction is None else dartree
-    return tree(head.config, budget)
+    plain = ddtree if head.config.correction is None else dartree
+    make = eagle3 if isinstance(head.config, EagleConfig) else plain
+    return make(head.config, budget)
 
 
 def generate_text(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from jspec.method import MAX_BUDGET
 from jspec.models.config import ModelConfig, RopeScaling
@@ -86,31 +87,13 @@ class HeadConfig:
     target_fingerprint: str | None = None
     shift_labels: bool = False
     correction: Correction | None = None
+    called: ClassVar[str] = "a parallel one (JetSpec's, DFlash's or Domino's)"
 
     def __post_init__(self):
         for field in ("taps", "windows"):  # lists would not be hashable
             object.__setattr__(self, field, tuple(getattr(self, field)))
-        whole = [f.name for f in dataclasses.fields(self) if f.type is int]
-        for name in whole:
-            if not isinstance(getattr(self, name), int):
-                raise HeadError(
-                    f"the head's {name} must be a whole number, got {getattr(self, name)!r}"
-                )
+        check_sizes(self)
         object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
-        sizes = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "target_layers", "vocab_size"):
-            if not 1 <= getattr(self, name) <= _LARGEST:
-                raise HeadError(
-                    f"the head's {name} must be in 1..{_LARGEST}, got {getattr(self, name)}"
-                )
-        if self.num_heads % self.num_kv_heads:
-            raise HeadError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads"
-            )
-        if self.head_dim % 2:
-            raise HeadError(f"the head's head_dim must be even, got {self.head_dim}")
-        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
-            raise HeadError("the head's norm_eps and rope_theta must be positive and finite")
         if not 2 <= self.block_size <= MAX_BUDGET:
             raise HeadError(f"block_size must be in 2..{MAX_BUDGET}, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -126,10 +109,6 @@ class HeadConfig:
         sizes = {w for w in self.windows if w is not None}
         if len(sizes) > 1 or not all(1 <= w <= _LARGEST for w in sizes):
             raise HeadError(f"windows must be of one size, in 1..{_LARGEST}, got {self.windows}")
-        if not 1 <= (self.draft_vocab_size or 1) <= self.vocab_size or self.draft_vocab_size == 0:
-            raise HeadError(
-                f"draft_vocab_size must be in 1..{self.vocab_size}, got {self.draft_vocab_size}"
-            )
 
     @property
     def depth(self) -> int:
@@ -162,6 +141,33 @@ class HeadConfig:
             max_positions=1 << 30,  # it goes as far as its target
             eos_ids=(),
         )
+
+
+def check_sizes(config) -> None:
+    """Makes sure of what the configs of all heads have in common.
+
+    Raises:
+      HeadError: values that no head can have.
+    """
+    for name in [field.name for field in dataclasses.fields(config) if field.type is int]:
+        if not isinstance(value := getattr(config, name), int):
+            raise HeadError(f"the head's {name} must be a whole number, got {value!r}")
+    sizes = ("hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    for name in (*sizes, "target_layers", "vocab_size"):
+        size = getattr(config, name)
+        if size is not None and not 1 <= size <= _LARGEST:
+            raise HeadError(f"the head's {name} must be in 1..{_LARGEST}, got {size}")
+    if config.num_heads % config.num_kv_heads:
+        raise HeadError(
+            f"{config.num_heads} query heads cannot share {config.num_kv_heads} key/value heads"
+        )
+    if config.head_dim % 2:
+        raise HeadError(f"the head's head_dim must be even, got {config.head_dim}")
+    if not (0 < config.norm_eps < math.inf and 0 < config.rope_theta < math.inf):
+        raise HeadError("the head's norm_eps and rope_theta must be positive and finite")
+    drafted, vocab = config.draft_vocab_size, config.vocab_size
+    if drafted is not None and not 1 <= drafted <= vocab:
+        raise HeadError(f"draft_vocab_size must be in 1..{vocab}, got {drafted}")
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:
@@ -220,11 +226,27 @@ def config_for(
     )
 
 
-def check_pair(config: HeadConfig, target: ModelConfig, fingerprint: str | None = None) -> None:
+def check_kind(method: str, config, kind: type) -> None:
+    """Makes sure that a method has a head of its kind.
+
+    Args:
+      method: its name.
+      config: the head's.
+      kind: the class of config that it takes.
+
+    Raises:
+      HeadError: it is another one.
+    """
+    if not isinstance(config, kind):
+        there = getattr(config, "called", repr(config))
+        raise HeadError(f"the head of {method} must be {kind.called}, this one is {there}")
+
+
+def check_pair(config, target: ModelConfig, fingerprint: str | None = None) -> None:
     """Makes sure that a head was made for a target.
 
     Args:
-      config: the head's.
+      config: the head's, of any kind.
       target: the target's.
       fingerprint: the target's; None: not compared.
 
@@ -247,4 +269,13 @@ def check_pair(config: HeadConfig, target: ModelConfig, fingerprint: str | None 
         )
 
 
-__all__ = ["Correction", "HeadConfig", "HeadError", "check_pair", "config_for", "spread_taps"]
+__all__ = [
+    "Correction",
+    "HeadConfig",
+    "HeadError",
+    "check_kind",
+    "check_pair",
+    "check_sizes",
+    "config_for",
+    "spread_taps",
+]

@@ -6,15 +6,21 @@ Reading is liberal, since the checkpoints that are around differ; writing is can
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jspec.heads.config import Correction, HeadConfig, HeadError
+from jspec.heads.keys import fingerprint_of, rope_keys
+from jspec.heads.keys import integer_of as _integer
+from jspec.heads.keys import is_int as _is_int
 from jspec.models.config import TargetError, from_hf, to_hf
 from jspec.models.params import hub_names, param_shapes
+from jspec.models.tensors import read_tensors
 from jspec.models.transformer import fuse, unfuse
 
 _PROJECTORS = ("domino", "causal_v5")  # how the correction is called, in old files too
@@ -72,9 +78,6 @@ def config_from_json(data: Mapping[str, Any]) -> HeadConfig:
     if not isinstance(causal, bool):
         raise HeadError(f"causal_head in config.json must be true or false, got {causal!r}")
     narrowed = keys.get("draft_vocab_size") is not None
-    fingerprint = keys.get("target_fingerprint")
-    if not isinstance(fingerprint, str | None):
-        raise HeadError(f"target_fingerprint in config.json must be text, got {fingerprint!r}")
     shifted = keys.get("shift_label", False)
     if not isinstance(shifted, bool):
         raise HeadError(f"shift_label in config.json must be true or false, got {shifted!r}")
@@ -96,7 +99,7 @@ def config_from_json(data: Mapping[str, Any]) -> HeadConfig:
         rope_theta=stack.rope_theta,
         rope_scaling=stack.rope_scaling,
         draft_vocab_size=_integer(keys, "draft_vocab_size") if narrowed else None,
-        target_fingerprint=fingerprint,
+        target_fingerprint=fingerprint_of(keys),
         shift_labels=shifted,
         correction=_correction(keys),
     )
@@ -110,7 +113,7 @@ def config_to_json(config: HeadConfig, dtype: str) -> dict[str, Any]:
       dtype: of the weights beside it, as in "bfloat16".
     """
     data = to_hf(config.stack)
-    rope = data.pop("rope_parameters")
+    data |= rope_keys(data.pop("rope_parameters"))
     for key in ("max_position_embeddings", "eos_token_id"):  # the target's to say
         del data[key]
     window = next((w for w in config.windows if w is not None), None)
@@ -118,8 +121,6 @@ def config_to_json(config: HeadConfig, dtype: str) -> dict[str, Any]:
         "architectures": ["DFlashDraftModel"],
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "rope_theta": rope.pop("rope_theta"),
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "layer_types": [
             "full_attention" if w is None else "sliding_attention" for w in config.windows
         ],
@@ -156,6 +157,15 @@ def to_tensors(config: HeadConfig, head: Mapping[str, Any]) -> dict[str, Array]:
     weights = unfuse(config.stack, {**head, "layers": layers})
     weights.pop("lm_head", None)
     return _by_name(config, weights)
+
+
+def read_arrays(folder: Path, config: HeadConfig) -> dict[str, np.ndarray]:
+    """The arrays in a folder by their published names, as they are stored.
+
+    Raises:
+      TargetError: as ``jspec.models.tensors.read_tensors``.
+    """
+    return dict(read_tensors(folder, tensor_shapes(config), "draft heads"))
 
 
 def from_tensors(config: HeadConfig, tensors: Mapping[str, Array]) -> dict[str, Any]:
@@ -233,14 +243,3 @@ def _windows(data, layers):
         return ()
     window = _integer(data, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _is_int(value):
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _integer(keys, name):
-    value = keys.get(name)
-    if not _is_int(value):
-        raise HeadError(f"config.json needs an integer {name}, got {value!r}")
-    return value

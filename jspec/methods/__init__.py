@@ -5,6 +5,7 @@ from jspec.methods.dartree import dartree
 from jspec.methods.ddtree import ddtree
 from jspec.methods.dflash import dflash
 from jspec.methods.domino import domino
+from jspec.methods.eagle3 import eagle3
 from jspec.methods.graft import graft
 from jspec.methods.jetspec import jetspec
 from jspec.methods.prompt_lookup import prompt_lookup
@@ -17,6 +18,7 @@ __all__ = [
     "ddtree",
     "dflash",
     "domino",
+    "eagle3",
     "graft",
     "jetspec",
     "prompt_lookup",

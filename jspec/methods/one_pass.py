@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jspec.device import cache_dtype
-from jspec.heads.config import HeadConfig
+from jspec.heads.config import HeadConfig, check_kind
 from jspec.heads.parallel import draft_table, empty_cache, read_context
 from jspec.method import MAX_BUDGET, Method, MethodState, Needs, Proposal, check_range
 from jspec.methods.ar import ar
@@ -35,8 +35,9 @@ def one_pass(
       width: candidates of a slot, at most.
 
     Raises:
-      ValueError: an argument below 1, or a depth beyond the head's block.
+      ValueError: an argument below 1, a depth beyond the head's block, or a head of another kind.
     """
+    check_kind(name, head_config, HeadConfig)
     depth = check_shape(head_config, budget, depth)
     check_range("width", width, 1)
     width = min(width, head_config.draft_vocab_size or head_config.vocab_size)

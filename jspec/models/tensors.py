@@ -26,7 +26,7 @@ def read_tensors(
 
     Args:
       folder: with model.safetensors, or an index of several files.
-      wanted: shapes by name; of the dtypes it only matters whether they are floats or integers.
+      wanted: shapes by name; of the dtypes it only matters whether they are floats, integers or booleans.
       kind: what the tensors make, for messages.
       spare: names that may be there and are not read.
 
@@ -45,8 +45,7 @@ def read_tensors(
             if extra := [name for name in extra if not name.endswith("rotary_emb.inv_freq")]:
                 raise TargetError(f"the weights in {folder} have {min(extra)}, unknown to {kind}")
             for name in sorted(wanted):
-                floats = jnp.issubdtype(wanted[name].dtype, jnp.floating)
-                supported = _FLOATS if floats else _INTEGERS
+                supported = _supported(wanted[name].dtype)
                 stored = where[name].get_slice(name).get_dtype()
                 if stored not in supported:
                     raise TargetError(
@@ -63,11 +62,33 @@ def read_tensors(
             raise TargetError(f"the weights in {folder} cannot be read: {error}") from None
 
 
+def stored_names(folder: Path) -> set[str]:
+    """The names of the tensors in a hub-style directory.
+
+    Raises:
+      TargetError: no tensors, or damaged ones.
+    """
+    names: set[str] = set()
+    try:
+        for path in _weight_files(folder):
+            with safe_open(path, "numpy") as file:
+                names |= set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise TargetError(f"the weights in {folder} cannot be read: {error}") from None
+    return names
+
+
 def sample(name: str, array: np.ndarray) -> bytes:
     """What of a tensor enters a fingerprint: its name, type, shape and 4096 evenly spaced bytes."""
     raw = array.reshape(-1).view(np.uint8)
     header = f"{name} {array.dtype} {array.shape}".encode()
     return header + raw[:: max(1, raw.size // _SAMPLES)].tobytes()
+
+
+def _supported(dtype):
+    if dtype == jnp.bool_:
+        return ("BOOL",)
+    return _FLOATS if jnp.issubdtype(dtype, jnp.floating) else _INTEGERS
 
 
 def _weight_files(folder: Path) -> list[Path]:

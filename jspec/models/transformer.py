@@ -9,6 +9,7 @@ trees: ``attend`` does.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -74,6 +75,50 @@ def rope(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1).astype(x.dtype)
 
 
+def embed_rows(embed: Float[Array, "V H"], tokens: Int[Array, " M"]) -> Float[Array, "H M"]:
+    """The embeddings of tokens, in fp32."""
+    # XLA:CPU takes rows of a bf16 table as fp32. Without the barrier a loop around this would widen all of it first.
+    embed, tokens = jax.lax.optimization_barrier((embed, tokens))
+    return embed[tokens].T.astype(jnp.float32)
+
+
+def decoder_layer(
+    config: ModelConfig,
+    layer: dict,
+    x: Float[Array, "H M"],
+    y: Float[Array, "I M"],
+    angles: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], Array],
+) -> tuple[Float[Array, "H M"], Float[Array, "M kh hd"], Float[Array, "M kh hd"]]:
+    """One layer over M rows.
+
+    Args:
+      config: static.
+      layer: as ``fuse`` arranges it.
+      x: the residual stream.
+      y: what attention reads, normed.
+      angles: of ``rope_angles``.
+      attend: mixes rows, as ``Attend`` does in one layer.
+
+    Returns:
+      The residual stream after it, and the rows' own keys (after rope) and values.
+    """
+    heads, head_dim = config.num_heads, config.head_dim
+    z = product(layer["qkv"], y)  # [kh, G + 2, hd, M]
+    if config.qkv_bias:
+        z = z + layer["qkv_bias"][..., None]
+    q, k, v = z[:, :-2].reshape(heads, head_dim, -1), z[:, -2], z[:, -1]
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.norm_eps)
+        k = rms_norm(k, layer["k_norm"], config.norm_eps)
+    q, k, v = (a.transpose(2, 0, 1) for a in (rope(q, *angles), rope(k, *angles), v))
+    mixed = attend(q, k, v)
+    x = x + product(layer["o"], mixed.reshape(-1, heads * head_dim).T)
+    y = rms_norm(x, layer["post_norm"], config.norm_eps)
+    gate, up = product(layer["gate_up"], y)
+    return x + product(layer["down"], jax.nn.silu(gate) * up), k, v
+
+
 def forward(
     config: ModelConfig,
     params: dict,
@@ -100,27 +145,12 @@ def forward(
         raise ValueError(
             f"taps must be layers 0..{config.num_layers} ({config.num_layers}: final norm), got {bad}"
         )
-    heads, head_dim = config.num_heads, config.head_dim
-    cos, sin = rope_angles(config, positions)
-    # XLA:CPU takes rows of a bf16 table as fp32. Without the barrier a loop around this would widen all of it first.
-    embed, tokens = jax.lax.optimization_barrier((params["embed"], tokens))
-    x = embed[tokens].T.astype(jnp.float32)  # [H, M]
+    angles = rope_angles(config, positions)
+    x = embed_rows(params["embed"], tokens)
     keys, values, tapped = [], [], {}
     for index, layer in enumerate(params["layers"]):
         y = rms_norm(x, layer["input_norm"], config.norm_eps)
-        z = product(layer["qkv"], y)  # [kh, G + 2, hd, M]
-        if config.qkv_bias:
-            z = z + layer["qkv_bias"][..., None]
-        q, k, v = z[:, :-2].reshape(heads, head_dim, -1), z[:, -2], z[:, -1]
-        if config.qk_norm:
-            q = rms_norm(q, layer["q_norm"], config.norm_eps)
-            k = rms_norm(k, layer["k_norm"], config.norm_eps)
-        q, k, v = (a.transpose(2, 0, 1) for a in (rope(q, cos, sin), rope(k, cos, sin), v))
-        mixed = attend(index, q, k, v)
-        x = x + product(layer["o"], mixed.reshape(-1, heads * head_dim).T)
-        y = rms_norm(x, layer["post_norm"], config.norm_eps)
-        gate, up = product(layer["gate_up"], y)
-        x = x + product(layer["down"], jax.nn.silu(gate) * up)
+        x, k, v = decoder_layer(config, layer, x, y, angles, partial(attend, index))
         keys.append(k)
         values.append(v)
         tapped[index] = x

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 
-from jspec.heads.config import HeadConfig
+from jspec.heads.eagle_config import EagleConfig
+from jspec.heads.kinds import AnyConfig
 from jspec.heads.parallel import trained
 from jspec.train.options import TrainOptions
 
 
 def model_card(
     options: TrainOptions,
-    config: HeadConfig,
+    config: AnyConfig,
     head: Mapping[str, Any],
     dtype: str,
     products: str,
@@ -39,25 +40,23 @@ def model_card(
       best: the step whose weights these are.
       before: the card of the head that the run goes on from, whose training is told too.
     """
-    method, block = ("JetSpec", "causal") if config.causal else ("DFlash", "bidirectional")
-    tree, chain = "ddtree", "dflash"
-    if config.correction is not None:
-        method, tree, chain = "Domino", "dartree", "domino"
+    method, does, tried = _kind(config)
     size = sum(x.size for x in jax.tree.leaves(trained(head)))
     given = any(one.get("answers") == "given" for one in libraries)
     origin = "whose answers were given" if given else "written by the target"
     drafted = config.draft_vocab_size or config.vocab_size
     facts = {
-        "method": f"{method}: one pass drafts a {block} block of {config.block_size} slots, its root included",
+        "method": f"{method}: {does}",
         "target": f"{options.target}, fingerprint {config.target_fingerprint}",
         "reads": f"layers {_plain(config.taps)} of the target's {config.target_layers}",
         "layers": f"{config.num_layers}, width {config.hidden_size}, feed-forward {config.ffn_size}, "
         f"{config.num_heads} query and {config.num_kv_heads} key/value heads of {config.head_dim}",
-        "parameters": f"{size:,} in {dtype}; embedding and output rows are the target's own",
+        "parameters": f"{size:,} in {dtype}; {_borrowed(config)} the target's own",
         "draft vocabulary": f"{drafted:,} of the target's {config.vocab_size:,} tokens",
         **_correction(config, options),
-        "mask token": f"`{options.head.mask_token}`, id {config.mask_token_id}",
     }
+    if not isinstance(config, EagleConfig):
+        facts["mask token"] = f"`{options.head.mask_token}`, id {config.mask_token_id}"
     training = {
         "steps": f"{options.optim.steps:,}; these are the weights of step {best:,}",
         "step": _listed(options.batch),
@@ -69,7 +68,7 @@ def model_card(
         minutes = sum(row.get("seconds", 0) for row in log) / 60
         training["time"] = f"{minutes:.1f} minutes for the steps, evaluations left out"
     lines = [
-        f"# A {method} head for {options.target}",
+        f"# A{'n' if method[0] in 'AEIO' else ''} {method} head for {options.target}",
         "",
         f"Trained with jspec. `python -m jspec.run --target {options.target} "
         "--head DIR` decodes with it; DIR is this folder.",
@@ -98,17 +97,36 @@ def model_card(
             f"Acceptance length (tokens a round, bonus included) by replay of {options.optim.eval_tokens} tokens each "
             f"of up to {options.optim.eval_texts} texts that this run was not trained on:",
             "",
-            f"- {row['tree']:.3f} with the best trees of {options.optim.eval_budget} nodes (`{tree}`);",
-            f"- {row['chain']:.3f} with chains of {config.depth + 1} nodes (`{chain}`).",
+            f"- {row['tree']:.3f} with the best trees of {options.optim.eval_budget} nodes (`{tried[0]}`);",
+            f"- {row['chain']:.3f} with chains of {config.depth + 1} nodes (`{tried[1]}`).",
             "",
         ]
     return "\n".join(lines)
 
 
-def _correction(config: HeadConfig, options: TrainOptions) -> dict[str, str]:
+def _kind(config: AnyConfig) -> tuple[str, str, tuple[str, str]]:
+    """A head's method, what it does, and the methods it was evaluated with."""
+    if isinstance(config, EagleConfig):
+        does = f"one layer drafts a token a pass; {config.steps} passes were unrolled in training"
+        return "EAGLE-3", does, ("eagle3", "eagle3 --width 1")
+    name, block = ("JetSpec", "causal") if config.causal else ("DFlash", "bidirectional")
+    tried = ("ddtree", "dflash")
+    if config.correction is not None:
+        name, tried = "Domino", ("dartree", "domino")
+    does = f"one pass drafts a {block} block of {config.block_size} slots, its root included"
+    return name, does, tried
+
+
+def _borrowed(config: AnyConfig) -> str:
+    own = isinstance(config, EagleConfig) and config.own_output
+    return "the embedding is" if own else "embedding and output rows are"
+
+
+def _correction(config: AnyConfig, options: TrainOptions) -> dict[str, str]:
     """What is to be said of a Domino head alone."""
     if (own := config.correction) is None:
-        return {"labels": "each slot drafts the token after it"} if config.shift_labels else {}
+        shifted = getattr(config, "shift_labels", False)
+        return {"labels": "each slot drafts the token after it"} if shifted else {}
     labels = "after its own place" if config.shift_labels else "at its own place"
     decay = 1.0 if options.loss.base_decay is None else options.loss.base_decay
     return {

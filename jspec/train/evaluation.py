@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from jspec.heads.config import HeadConfig
+from jspec.heads.kinds import AnyConfig
 from jspec.recording import Recording, replay
 from jspec.state import Plan
 from jspec.train.data import Text
 from jspec.train.optim import OptimConfig
 
 
-def long_enough(texts: Sequence[Text], config: HeadConfig, optim: OptimConfig) -> list[Text]:
+def long_enough(texts: Sequence[Text], config: AnyConfig, optim: OptimConfig) -> list[Text]:
     """The texts that an evaluation can use, at most ``eval_texts``.
 
     Raises:
@@ -26,7 +26,7 @@ def long_enough(texts: Sequence[Text], config: HeadConfig, optim: OptimConfig) -
 
 
 def held_out_recordings(
-    texts: Sequence[Text], taps: Sequence[int], config: HeadConfig, optim: OptimConfig
+    texts: Sequence[Text], taps: Sequence[int], config: AnyConfig, optim: OptimConfig
 ) -> list[Recording]:
     """Held-out texts as ``replay`` takes them."""
     columns = [taps.index(tap) for tap in config.taps]

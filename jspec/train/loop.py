@@ -19,12 +19,11 @@ import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.checkpoint import readable
-from jspec.heads.config import HeadConfig
 from jspec.heads.correction import taught_inputs
-from jspec.heads.parallel import block_hidden, init_head
+from jspec.heads.kinds import AnyConfig, code_of
 from jspec.mesh import DATA, check_batch, check_heads, param_shardings, shard_params
 from jspec.models.config import ModelConfig
 from jspec.models.load import Target
@@ -66,13 +65,21 @@ def frozen_parts(target: Target, draft_ids: Int[np.ndarray, " Vd"] | None) -> Fr
     return Frozen(target.params, rows[draft_ids], jnp.asarray(draft_of))
 
 
-def first_head(config: HeadConfig, texts: Sequence[Text], taps: Sequence[int], seed: int) -> dict:
-    """New weights, the fusion's scaled so that every tap counts alike.
+def first_head(
+    config: AnyConfig,
+    texts: Sequence[Text],
+    taps: Sequence[int],
+    rows: Float[Array, "V H"],
+    seed: int,
+) -> dict:
+    """New weights, the fusion's scaled so that every tap counts alike; output rows of its own begin as the target's.
 
     The residual stream grows tenfold from the first layers to the last; without this the last tap would drown the
     others. The median is of some texts' tokens, since a first token's states can be a thousand times the others'.
     """
-    head = init_head(config, jax.random.key(seed))
+    head = code_of(config).init_head(config, jax.random.key(seed))
+    if "output" in head:
+        head = head | {"output": jnp.array(rows, jnp.float32)}
     columns = [taps.index(tap) for tap in config.taps]
     seen = np.concatenate([np.asarray(t.taps[:, columns], np.float32) for t in texts])
     sizes = np.median(np.sqrt(np.square(seen).mean(axis=-1)), axis=0)  # [T]
@@ -83,7 +90,7 @@ def first_head(config: HeadConfig, texts: Sequence[Text], taps: Sequence[int], s
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 8), donate_argnums=5)
 def train_step(
     target: ModelConfig,
-    head_config: HeadConfig,
+    head_config: AnyConfig,
     loss: LossConfig,
     optim: OptimConfig,
     taps: tuple[int, ...],
@@ -143,7 +150,7 @@ def _step(target, head_config, loss, optim, taps, state, frozen, batch, total=la
     def objective(head):
         # Products take the target's dtype; what is trained, and the moments, stay in fp32.
         narrow = jax.tree.map(lambda x: x.astype(frozen.output.dtype) if x.ndim > 1 else x, head)
-        hidden = block_hidden(
+        hidden = code_of(head_config).block_hidden(
             head_config,
             narrow,
             frozen.target,
@@ -151,15 +158,15 @@ def _step(target, head_config, loss, optim, taps, state, frozen, batch, total=la
             batch.tokens,
             batch.anchors,
         )
-        corrected = None
+        kinds = {"teacher_output": frozen.output, "train_output": "output" in narrow}
         if head_config.correction is not None:
             roots = jnp.take_along_axis(batch.tokens, jnp.maximum(batch.anchors, 0), axis=1)
             path = roots.reshape(-1), batch.labels.reshape(-1, depth)
             inputs = taught_inputs(head_config, narrow, frozen.target, hidden, *path)
             share = base_share(loss, state.step, optim.steps)
-            corrected = Corrected(narrow["correction"]["up"], inputs, share)
-        flat = labels.reshape(-1, depth)
-        return block_loss(loss, frozen.output, hidden, flat, teacher, corrected, total)
+            kinds["corrected"] = Corrected(narrow["correction"]["up"], inputs, share)
+        output, flat = narrow.get("output", frozen.output), labels.reshape(-1, depth)
+        return block_loss(loss, output, hidden, flat, teacher, total=total, **kinds)
 
     (value, said), gradient = total(jax.value_and_grad(objective, has_aux=True)(state.head))
     change, moments = optimizer(optim).update(gradient, state.optimizer, state.head)
@@ -180,7 +187,7 @@ class Trainer:
     def __init__(
         self,
         target: Target,
-        head_config: HeadConfig,
+        head_config: AnyConfig,
         texts: Sequence[Text],
         held_out: Sequence[Text],
         taps: tuple[int, ...],
@@ -239,7 +246,8 @@ class Trainer:
         self._goes_on = init is not None
         folder.mkdir(parents=True, exist_ok=True)
         if init is None:
-            self.first_weights = partial(first_head, head_config, sample, there, optim.seed)
+            given = (sample, there, self.frozen.output, optim.seed)
+            self.first_weights = partial(first_head, head_config, *given)
         else:
             self.first_weights = partial(jax.tree.map, partial(jnp.array, dtype=jnp.float32), init)
         head = self.first_weights()

@@ -2,8 +2,8 @@
 
 Slot k = 1 .. D of a block predicts the token k places after the anchor. A loss is a mean over slots of their losses,
 weighted by how much a slot matters. The output head is applied to a part of the slots at a time, so that no array of
-all slots' logits is ever there. The head is frozen and a slot's loss is its own: a part's gradient is made with it, and
-the backward pass computes nothing again.
+all slots' logits is ever there. Where the output head is frozen, a slot's loss is its own: a part's gradient is made
+with it, and the backward pass computes nothing again. One that is trained too has its logits made twice.
 
 A head with a correction (``jspec.heads.correction``) is trained for its corrected logits and, falling to nothing in the
 course of a run, for the slots' own: the correction sees the right path while training, and would else be relied on for
@@ -93,6 +93,7 @@ def slot_losses(
     labels: Int[Array, " M"],
     teacher: Float[Array, "H M"] | None = None,
     teacher_output: Float[Array, "V H"] | None = None,
+    train_output: bool = False,
 ) -> Slots:
     """The loss of each slot, without weights.
 
@@ -103,6 +104,7 @@ def slot_losses(
       labels: draft ids; at a label below 0 everything is finite garbage.
       teacher: the target's final normed states that those labels were drawn from, for a KL loss.
       teacher_output: the target's output rows of the same vocabulary; default: ``output``.
+      train_output: static: ``output`` has a gradient too.
 
     Raises:
       ValueError: a KL loss without ``teacher``.
@@ -110,7 +112,18 @@ def slot_losses(
     _check_teacher(loss, teacher)
     teacher = hidden if teacher is None else teacher
     teacher_output = output if teacher_output is None else teacher_output
-    return _slots(loss, output, hidden, labels, teacher, teacher_output)
+    slots = _trained_slots if train_output else _slots
+    return slots(loss, output, hidden, labels, teacher, teacher_output)
+
+
+def _trained_slots(loss, output, hidden, labels, teacher, teacher_output):
+    cut, join = _parts(loss, hidden.shape[1])
+
+    def one(part):
+        return _part(loss, output, *part, teacher_output)
+
+    said = lax.map(jax.checkpoint(one), (cut(hidden), cut(labels), cut(teacher)))
+    return Slots(*map(join, said))
 
 
 def _check_teacher(loss, teacher):
@@ -269,9 +282,12 @@ def block_loss(
     labels: Int[Array, "A D"],
     teacher: Float[Array, "H M"] | None = None,
     corrected: Corrected | None = None,
+    *,
     total: Callable[[Array], Array] = lambda x: x,
+    teacher_output: Float[Array, "V H"] | None = None,
+    train_output: bool = False,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """The loss over A blocks of D slots (M = A * D), and what a log wants to know.
+    """The loss over A blocks of D slots (M = A * D), and what a log wants to know; arguments as of ``slot_losses``.
 
     Args:
       loss: static.
@@ -298,7 +314,8 @@ def block_loss(
 
     said = {"slots": valid.sum(axis=0)}
     if corrected is None:
-        slots = slot_losses(loss, output, hidden, labels.reshape(-1), teacher)
+        given = (labels.reshape(-1), teacher, teacher_output, train_output)
+        slots = slot_losses(loss, output, hidden, *given)
         each = jax.tree.map(lambda x: x.reshape(labels.shape), slots)
         weights = slot_weights(loss, each.label_logp, valid)
         summed = (weights * jnp.where(valid > 0, each.loss, 0)).sum()

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import jsonargparse
 
@@ -25,21 +26,24 @@ class HeadOptions:
     """The head to be trained: its layers have the target's own sizes.
 
     Attributes:
+      kind: parallel: JetSpec's or DFlash's; eagle: EAGLE-3's, to which causal, num_layers and mask_token mean nothing.
       causal: JetSpec's in-block mask; false: DFlash's.
-      block_size: slots, the root included.
-      num_layers: of the head.
-      taps: target layers it reads; (): five, or fewer of a small target, spread evenly.
+      block_size: slots, the root included; eagle: one more than the steps that are unrolled.
+      num_layers: of a parallel head.
+      taps: target layers it reads; (): five, or fewer of a small target, spread evenly; of eagle the published three.
       mask_token: whose embedding the drafted slots carry: a special token that the target's texts do not use.
       draft_vocab_size: the most frequent tokens of the training text; null: all tokens.
       shift_labels: each slot drafts the token after its own place, the root's slot too: one more token is drafted.
       correction_rank: of Domino's correction, with which a draft depends on those before it; null: there is none.
       gru_size: of the correction: width of what it remembers of a path.
       pure_drafts: of the correction: so many first drafts do without it.
+      own_output: eagle: output rows of its own, trained too, which begin as the target's; false: the target's.
 
     Raises:
       ValueError: a number out of range.
     """
 
+    kind: Literal["parallel", "eagle"] = "parallel"
     causal: bool = True
     block_size: int = 8
     num_layers: int = 2
@@ -50,6 +54,7 @@ class HeadOptions:
     correction_rank: int | None = None
     gru_size: int = 256
     pure_drafts: int = 1
+    own_output: bool = True
 
     def __post_init__(self):
         for name, least in {"block_size": 2, "num_layers": 1}.items():

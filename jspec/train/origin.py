@@ -13,7 +13,7 @@ from jaxtyping import Int
 from jspec.checkpoint import head_fingerprint, locate_head, read_head
 from jspec.device import DTYPES
 from jspec.files import put
-from jspec.heads.config import HeadConfig, check_pair
+from jspec.heads.kinds import AnyConfig, pair
 from jspec.heads.parallel import trained
 from jspec.models.config import read_json
 from jspec.models.load import Target
@@ -21,7 +21,12 @@ from jspec.train.data import Text
 from jspec.train.options import TrainOptions
 
 _OPTIONS = {"mask_token_id": "mask_token"}  # what an option of the head is called in its config
-_FREE = ("block_size", "causal", "target_fingerprint")  # the last was checked, if it is there
+_FREE = (
+    "block_size",
+    "causal",
+    "steps",
+    "target_fingerprint",
+)  # the last was checked, if it is there
 
 
 class Origin(NamedTuple):
@@ -32,7 +37,7 @@ class Origin(NamedTuple):
     """
 
     name: str
-    config: HeadConfig
+    config: AnyConfig
     fingerprint: str
     weights: Mapping[str, Any]
     draft_ids: Int[np.ndarray, " Vd"] | None
@@ -49,12 +54,14 @@ def read_origin(options: TrainOptions, target: Target) -> tuple[Origin | None, T
         return None, options
     folder = locate_head(options.init)
     config, arrays = read_head(folder)
-    check_pair(config, target.config, target.fingerprint)
+    config = pair(config, target)
     try:
         card = (folder / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         card = None
-    mine = head_fingerprint(config, arrays), trained(arrays), arrays.get("draft_ids")
+    ids = arrays.get("draft_ids")
+    ids = None if ids is None else np.asarray(ids)
+    mine = head_fingerprint(config, arrays), trained(arrays), ids
     head = dataclasses.replace(
         options.head,
         taps=options.head.taps or config.taps,
@@ -66,14 +73,18 @@ def read_origin(options: TrainOptions, target: Target) -> tuple[Origin | None, T
     return Origin(options.init, config, *mine, card), dataclasses.replace(options, head=head)
 
 
-def check_origin(origin: Origin, config: HeadConfig) -> None:
-    """Makes sure that a head of a config can go on from another: its block and mask alone may differ.
+def check_origin(origin: Origin, config: AnyConfig) -> None:
+    """Makes sure that a head of a config can go on from another: its block and mask, or its steps, alone may differ.
 
     And a head that has a correction can go on from one that has none.
 
     Raises:
       ValueError: what differs, as the options call it.
     """
+    if type(config) is not type(origin.config):
+        raise ValueError(
+            f"init: the head {origin.name} must be {config.called}, it is {origin.config.called}"
+        )
     wanted, there = dataclasses.asdict(config), dataclasses.asdict(origin.config)
     differ = [key for key in wanted if key not in _FREE and there[key] != wanted[key]]
     if origin.config.correction is None:

@@ -11,10 +11,12 @@ from tqdm import tqdm
 
 from jspec.benches import read_prompts
 from jspec.checkpoint import check_place, export_head
-from jspec.heads.config import HeadConfig, config_for, spread_taps
-from jspec.heads.parallel import init_head, with_draft_ids
-from jspec.method import MAX_BUDGET
-from jspec.methods import dartree, ddtree, dflash, domino
+from jspec.heads.config import config_for, spread_taps
+from jspec.heads.eagle_config import EagleConfig, eagle_config_for, published_taps
+from jspec.heads.kinds import AnyConfig, code_of
+from jspec.heads.parallel import init_head
+from jspec.method import MAX_BUDGET, Method
+from jspec.methods import dartree, ddtree, dflash, domino, eagle3
 from jspec.models.config import read_json
 from jspec.models.load import Target
 from jspec.state import Plan
@@ -40,6 +42,8 @@ from jspec.train.text import write_text
 def head_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
     """The layers that the head reads."""
     layers = target.config.num_layers
+    if options.head.kind == "eagle":
+        return options.head.taps or published_taps(layers)
     return options.head.taps or spread_taps(layers, min(5, max(1, layers - 3)))
 
 
@@ -48,7 +52,7 @@ def library_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
     if not options.keep_taps:
         return ()
     last = (target.config.num_layers,) if options.teacher else ()
-    return (*head_taps(options, target), *last)
+    return tuple(dict.fromkeys((*head_taps(options, target), *last)))
 
 
 def write_library(options: TrainOptions, target: Target) -> None:
@@ -100,13 +104,22 @@ def _check_places(options: TrainOptions) -> None:
     check_place(Path(options.run))
 
 
-def head_config(options: TrainOptions, target: Target) -> HeadConfig:
+def head_config(options: TrainOptions, target: Target) -> AnyConfig:
     """The head's config.
 
     Raises:
       ValueError: no such mask token, or sizes that no head can have.
     """
     shape = options.head
+    if shape.kind == "eagle":
+        return eagle_config_for(
+            target.config,
+            taps=head_taps(options, target),
+            steps=shape.block_size - 1,
+            draft_vocab_size=shape.draft_vocab_size,
+            own_output=shape.own_output,
+            target_fingerprint=target.fingerprint,
+        )
     try:
         mask = target.tokenizer.token_id(shape.mask_token)
     except ValueError as error:
@@ -125,7 +138,7 @@ def head_config(options: TrainOptions, target: Target) -> HeadConfig:
     )
 
 
-def _start(options: TrainOptions, target: Target) -> tuple[Origin | None, TrainOptions, HeadConfig]:
+def _start(options: TrainOptions, target: Target) -> tuple[Origin | None, TrainOptions, AnyConfig]:
     """The head to go on from, the options with what it settles, and the config of the new head."""
     origin, options = read_origin(options, target)
     config = head_config(options, target)
@@ -147,7 +160,7 @@ def open_run(options: TrainOptions, target: Target) -> Trainer:
 def _open_run(
     origin: Origin | None,
     options: TrainOptions,
-    config: HeadConfig,
+    config: AnyConfig,
     target: Target,
     keep_record: bool = True,
 ) -> Trainer:
@@ -169,13 +182,11 @@ def _open_run(
         ids = None
 
     def as_params(head):
-        return head if ids is None else with_draft_ids(head, target.params, ids)
+        return head if ids is None else code_of(config).with_draft_ids(head, target.params, ids)
 
-    tree, chain = (ddtree, dflash) if config.correction is None else (dartree, domino)
-    longest = min(config.depth + 1, MAX_BUDGET)
+    methods = evaluated(config, options.optim.eval_budget)
     plans = {
-        "tree": Plan(target.config, tree(config, options.optim.eval_budget), mesh=target.mesh),
-        "chain": Plan(target.config, chain(config, longest), mesh=target.mesh),
+        name: Plan(target.config, method, mesh=target.mesh) for name, method in methods.items()
     }
     init = None if origin is None else dict(origin.weights)
     if init is not None and config.correction is not None and "correction" not in init:
@@ -198,6 +209,16 @@ def _open_run(
     if keep_record:
         write_record(folder, record)  # not before all was found to be in order
     return run
+
+
+def evaluated(config: AnyConfig, budget: int) -> dict[str, Method]:
+    """The methods that a head is tried with: trees of ``budget`` nodes, and chains as long as it was trained for."""
+    if isinstance(config, EagleConfig):
+        shape = config.steps + 1, config.steps, 1
+        return {"tree": eagle3(config, budget, config.steps), "chain": eagle3(config, *shape)}
+    tree, chain = (ddtree, dflash) if config.correction is None else (dartree, domino)
+    longest = min(config.depth + 1, MAX_BUDGET)
+    return {"tree": tree(config, budget), "chain": chain(config, longest)}
 
 
 def _libraries(options: TrainOptions) -> list[Path]:

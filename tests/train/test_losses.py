@@ -95,6 +95,40 @@ def test_gradients_are_those_of_finite_differences_and_slots_without_a_label_hav
     assert not found[:, empty].any() and np.abs(found[:, ~empty]).max() > 0
 
 
+@pytest.mark.parametrize("loss", [LossConfig(gamma=2.0, chunk=5), LossConfig("fkl", gamma=4.5)])
+def test_output_rows_that_are_trained_have_a_gradient_too(loss):
+    output, hidden, labels, teacher = arrays(3)
+    fixed = np.random.default_rng(4).normal(size=output.shape)  # the teacher's own rows
+    wide = [jnp.asarray(x, jnp.float32) for x in (output, hidden, teacher, fixed)]
+
+    def value(output, hidden, train):
+        kinds = {"teacher_output": wide[3], "train_output": train}
+        return block_loss(loss, output, hidden, jnp.asarray(labels), wide[2], **kinds)[0]
+
+    free, frozen = (jax.value_and_grad(value, (0, 1))(*wide[:2], train) for train in (True, False))
+    np.testing.assert_allclose(free[0], frozen[0], rtol=1e-6)
+    np.testing.assert_allclose(free[1][1], frozen[1][1], atol=1e-6)
+    assert not np.asarray(frozen[1][0]).any()
+    rng = np.random.default_rng(5)
+
+    def exact(output):
+        said = slow(loss, output, hidden, labels, teacher)[0]
+        if loss.kind == "ce":
+            return said
+        q, p = log_softmax(output @ hidden), log_softmax(fixed @ teacher)
+        each = (np.exp(p) * (p - q)).sum(0).reshape(A, D)
+        weights = np.exp(-np.arange(D) / loss.gamma) * (labels >= 0)
+        return (weights * each).sum() / weights.sum()
+
+    np.testing.assert_allclose(free[0], exact(output), rtol=1e-5)
+    for _ in range(5):
+        step = rng.normal(size=output.shape) * 1e-5
+        change = (exact(output + step) - exact(output - step)) / 2
+        np.testing.assert_allclose(
+            (np.asarray(free[1][0]) * step).sum(), change, rtol=2e-3, atol=1e-9
+        )
+
+
 def test_padding_counts_for_nothing():
     output, hidden, labels, _ = arrays()
     hidden[:, (labels < 0).reshape(-1)] = 1e30
