@@ -44,6 +44,7 @@ KEYS = {
     "depth": int,
     "width": None,
     "attention": str,
+    "mesh": str,
     "max_new_tokens": int,
     "stop": list,
     "prompts": str,
