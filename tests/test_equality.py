@@ -126,7 +126,8 @@ def reference(tiny):
 
 FACTORIES = {
     (1, 4, 16, 64): (prompt_lookup, token_recycling),
-    (1, 8, 16, 32, 64, 128): tuple(CAUSAL),
+    (1, 8, 16, 32, 64, 128): (jetspec, dflash, ddtree),
+    (8, 16, 32, 64): (domino, dartree, dartree_fixed),
 }
 
 
@@ -149,6 +150,7 @@ CASES = [
     pytest.param(*case, marks=[] if is_quick(*case) else [pytest.mark.slow])
     for budgets, factories in FACTORIES.items()
     for case in itertools.product(factories, budgets, SAMPLINGS, (1, 5))
+    if case[2] != "min-p" or case[1] == 16
 ]
 
 
@@ -167,7 +169,7 @@ SMART = [
     for case in itertools.product(
         (prompt_lookup, token_recycling, *CAUSAL), SAMPLINGS, (1, 3, 8), ("exact", "marginal")
     )
-    if case[3] == "exact" or case[1:3] == ("top-p", 3)
+    if case[1:3] == ("top-p", 3) or (case[3] == "exact" and case[1] != "min-p")
 ]
 
 
@@ -206,7 +208,9 @@ GRAFT = [
         (1, 3, 5),
         ("root", "both", "tail", "not pruned", "smart"),
     )
-    if case[1:3] == ("top-p", 3) or case[3] == "root" or case in QUICK_GRAFT
+    if case[1:3] == ("top-p", 3)
+    or (case[1] == "greedy" and case[2:] in ((1, "root"), (5, "root")))
+    or case in QUICK_GRAFT
 ]
 
 

@@ -54,6 +54,17 @@ def read_tokens(
     return product(head["correction"]["gru_in"], embed[tokens].T.astype(jnp.float32))
 
 
+def widened(head: HeadParams) -> HeadParams:
+    """The head with all of its correction but "up" in fp32.
+
+    XLA:CPU compiles some of these products to bf16 ones that it cannot run where the processor has no unit for them
+    (jax 0.10.2, a loop over several paths); they are small.
+    """
+    own = head["correction"]
+    wide = {name: own[name].astype(jnp.float32) for name in ("gru_in", "gru_state", "down")}
+    return {**head, "correction": {**own, **wide}}
+
+
 def slot_part(
     config: HeadConfig, head: HeadParams, hidden: Float[Array, "H M"]
 ) -> Float[Array, "R M"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jspec.growth import grow
 from jspec.heads.config import HeadConfig
-from jspec.heads.correction import Score, gru_step, read_tokens
+from jspec.heads.correction import Score, gru_step, read_tokens, widened
 from jspec.heads.parallel import draft_block
 from jspec.method import Method, Proposal
 from jspec.methods.one_pass import head_reader
@@ -57,7 +57,7 @@ def corrected(
 @functools.cache
 def _corrected(name, scorer, head_config, budget, depth, keep, limits, depth_penalty, detail):
     def propose(params, state, roots, keep_growing=None):
-        head, target, batch = params["head"], params["target"], roots.shape[0]
+        head, target, batch = widened(params["head"]), params["target"], roots.shape[0]
         hidden = draft_block(head_config, head, target, state.rows, roots, depth)
         score = scorer(head_config, head, target, hidden, batch)
 
