@@ -1,12 +1,60 @@
 """Attention as a cascade: the cached prefix by length, the rows of the same pass by packed bits."""
 
-from typing import Literal
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Literal, get_args
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.attention.xla import xla_tree_attention
+from jspec.device import traced_platform
 
-Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]
+Implementation = Literal["xla", "pallas", "pallas_tpu", "pallas_gpu"]
+_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+_DEFAULT: contextvars.ContextVar = contextvars.ContextVar("tree_attention", default=None)
+
+
+@contextlib.contextmanager
+def default_attention(implementation: Implementation | None) -> Iterator[None]:
+    """What ``tree_attention`` takes where its caller names none, while steps are traced under it.
+
+    The steps of a round trace a method's functions under ``plan.attention``, so that a head attends as its target does.
+    Like ``jax.default_matmul_precision``; a step has its plan as a static argument, so no program is mistaken for another.
+    """
+    token = _DEFAULT.set(implementation)
+    try:
+        yield
+    finally:
+        _DEFAULT.reset(token)
+
+
+def pick_attention(implementation: Implementation | None = None) -> Implementation:
+    """The implementation that a name, or None, stands for on the platform that is traced for.
+
+    None is "pallas_tpu" on a TPU and "xla" elsewhere: the GPU's kernel has not run on one yet.
+
+    Raises:
+      ValueError: an unknown name, or a kernel that the platform cannot run.
+    """
+    here = traced_platform()
+    if implementation is None:
+        return "pallas_tpu" if here == "tpu" else "xla"
+    if implementation not in get_args(Implementation):
+        names = ", ".join(get_args(Implementation))
+        raise ValueError(f"attention implementation must be {names} or None, got {implementation!r}")
+    if implementation == "pallas":
+        implementation = f"pallas_{here}"
+    if implementation != "xla" and _PLATFORMS.get(implementation) != here:
+        wanted = {"tpu": "a TPU", "gpu": "a GPU"}.get(_PLATFORMS.get(implementation), "a TPU or GPU")
+        raise ValueError(f"attention by Pallas needs {wanted}, and this is a {here}: use xla")
+    if implementation == "pallas_gpu":
+        from jspec.attention.pallas_gpu import check_gpu
+
+        check_gpu()
+    return implementation
 
 
 def tree_attention(
@@ -36,27 +84,48 @@ def tree_attention(
       q_positions: positions of the queries, needed with ``window``.
       window: a query sees cached positions above ``q_position - window``. For the new rows the caller clears the bits.
       scale: of the scores; default ``hd ** -0.5``.
-      implementation: None picks for the platform.
+      implementation: "pallas" is the platform's kernel. None is what ``default_attention`` says, or else ``pick_attention``
+        for the platform; then also xla where the kernel does not serve these shapes.
 
     Returns:
       Attention outputs; zeros where a query sees nothing.
 
     Raises:
-      ValueError: unknown implementation; ``visible`` of another width; ``window`` without ``q_positions``.
+      ValueError: ``visible`` of another width; ``window`` without ``q_positions``; an implementation that is unknown, or
+        that the platform, the dtype or the shapes rule out.
     """
-    if implementation not in (None, "xla"):
-        raise ValueError(
-            f"implementation must be 'xla' (the only one so far) or None, got {implementation!r}"
-        )
     if visible.shape[-1] != -(-k_new.shape[1] // 32):
         raise ValueError(
             f"visible must have ceil({k_new.shape[1]} / 32) words, got {visible.shape[-1]}"
         )
     if window is not None and q_positions is None:
         raise ValueError("q_positions are needed with a window")
-    return xla_tree_attention(
-        q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale
-    )
+    asked = implementation or _DEFAULT.get()
+    kind = pick_attention(asked)
+    if kind != "xla" and (problem := unserved(kind, k_ctx, k_new)):
+        if asked is not None:
+            raise ValueError(f"{kind} {problem}: use xla")
+        kind = "xla"
+    if kind == "pallas_tpu":
+        from jspec.attention.pallas_tpu import pallas_tpu_tree_attention as attend
+    elif kind == "pallas_gpu":
+        from jspec.attention.pallas_gpu import pallas_gpu_tree_attention as attend
+    else:
+        attend = xla_tree_attention
+    return attend(q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale)
 
 
-__all__ = ["Implementation", "tree_attention"]
+def unserved(kind: Implementation, k_ctx: Array, k_new: Array) -> str | None:
+    """What of the arrays a kernel does not serve, or None."""
+    limits = {"pallas_tpu": (jnp.float32, jnp.bfloat16), "pallas_gpu": (jnp.bfloat16,)}
+    if k_ctx.dtype not in limits[kind]:
+        names = " or ".join(jax.dtypes.canonicalize_dtype(d).name for d in limits[kind])
+        return f"takes {names}, not {k_ctx.dtype}"
+    if k_new.shape[1] > MAX_ROWS:
+        return f"attends to at most {MAX_ROWS} new rows, not {k_new.shape[1]}"
+    return None
+
+
+MAX_ROWS = 512  # of a pass: a kernel holds all their scores at a time
+
+__all__ = ["Implementation", "default_attention", "pick_attention", "tree_attention"]
