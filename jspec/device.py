@@ -60,7 +60,7 @@ def keep_compilations() -> None:
 
 
 def traced_platform() -> str:
-    """What programs are traced for, "cpu", "gpu" or "tpu": the abstract mesh's device where there is one, else JAX's own.
+    """What programs are traced for, "cpu", "gpu" or "tpu": an abstract mesh's device, or else JAX's own.
 
     ``jax.sharding.use_abstract_mesh`` with a mesh of ``jax.sharding.AbstractDevice``s thus traces for an accelerator
     that is not there (``python -m jspec.aot``).

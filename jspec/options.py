@@ -36,7 +36,9 @@ class Options:
         DEFAULT_TARGET
     )
     dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
-    attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
+    attention: Annotated[
+        Attention, "pallas: a kernel, of TPUs and of Hopper GPUs; auto: on a TPU pallas, else xla"
+    ] = "auto"
     mesh: Annotated[str, "devices; more than one: not there yet"] = ONE_DEVICE
     method: Annotated[
         str | None,
@@ -108,8 +110,6 @@ class Options:
             raise ValueError("--prompt, --prompts and --bench exclude each other: give one of them")
         if self.mesh != ONE_DEVICE:
             raise ValueError(f"--mesh {self.mesh} is not there yet: use {ONE_DEVICE}")
-        if self.attention == "pallas":
-            raise ValueError("--attention pallas is not there yet: use auto or xla")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jaxtyping import Int32
 from rich.console import Console
 from rich.text import Text
 
+from jspec.attention import Implementation, pick_attention
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
 from jspec.checkpoint import Head, is_corrected, load_head, shipped_head
 from jspec.comparison import Comparison
@@ -165,6 +166,7 @@ def prepare(options: Options) -> Job:
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
     prompts = read_all(options)
     pick_accelerator(options.accel)
+    pick_attention(attention_of(options))
     keep_compilations()
     target = load_target(options.target, weights_dtype(options.dtype))
     options = choose(options, target)
@@ -204,8 +206,12 @@ def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Hea
         if method.budget == 1:
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
         method = smart(method)
-    attention = None if options.attention == "auto" else options.attention
-    return head, Plan(target.config, method, sampling, attention=attention)
+    return head, Plan(target.config, method, sampling, attention=attention_of(options))
+
+
+def attention_of(options: Options) -> Implementation | None:
+    """What a plan calls the options' --attention."""
+    return None if options.attention == "auto" else options.attention
 
 
 def cost_setting(job: Job, capacity: int) -> Setting:

@@ -418,7 +418,7 @@ BAD = {
     "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
     "graft": (["--graft", "on", "--method", "ar"], "--graft on has no room with a budget of 1"),
     "two devices": (["--mesh", "data=2,model=1"], "is not there yet: use data=1,model=1"),
-    "pallas": (["--attention", "pallas"], "not there yet: use auto or xla"),
+    "pallas": (["--attention", "pallas"], "needs a TPU or GPU, and this is a cpu: use xla"),
     "no config": (["--config", "no.yaml"], "--config: File does not exist"),
     "a report in no folder": (["--json", "no/such/out.json"], "cannot write no/such/out.json"),
     "a report that is a folder": (["--json", "."], "cannot write .: Is a directory"),

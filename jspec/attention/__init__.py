@@ -5,15 +5,14 @@ import contextvars
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.attention.xla import xla_tree_attention
 from jspec.device import traced_platform
 
 Implementation = Literal["xla", "pallas", "pallas_tpu", "pallas_gpu"]
-_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+_PLATFORMS = {"pallas": ("tpu", "gpu"), "pallas_tpu": ("tpu",), "pallas_gpu": ("gpu",)}
+MAX_ROWS = 512  # of a pass: a kernel takes all their scores at a time
 _DEFAULT: contextvars.ContextVar = contextvars.ContextVar("tree_attention", default=None)
 
 
@@ -22,7 +21,8 @@ def default_attention(implementation: Implementation | None) -> Iterator[None]:
     """What ``tree_attention`` takes where its caller names none, while steps are traced under it.
 
     The steps of a round trace a method's functions under ``plan.attention``, so that a head attends as its target does.
-    Like ``jax.default_matmul_precision``; a step has its plan as a static argument, so no program is mistaken for another.
+    It is like ``jax.default_matmul_precision``. A step has its plan as a static argument, so no program is mistaken for
+    another.
     """
     token = _DEFAULT.set(implementation)
     try:
@@ -44,12 +44,18 @@ def pick_attention(implementation: Implementation | None = None) -> Implementati
         return "pallas_tpu" if here == "tpu" else "xla"
     if implementation not in get_args(Implementation):
         names = ", ".join(get_args(Implementation))
-        raise ValueError(f"attention implementation must be {names} or None, got {implementation!r}")
-    if implementation == "pallas":
-        implementation = f"pallas_{here}"
-    if implementation != "xla" and _PLATFORMS.get(implementation) != here:
-        wanted = {"tpu": "a TPU", "gpu": "a GPU"}.get(_PLATFORMS.get(implementation), "a TPU or GPU")
-        raise ValueError(f"attention by Pallas needs {wanted}, and this is a {here}: use xla")
+        raise ValueError(
+            f"attention implementation must be {names} or None, got {implementation!r}"
+        )
+    if implementation == "xla":
+        return "xla"
+    wanted = _PLATFORMS[implementation]
+    if here not in wanted:
+        machines = " or ".join(name.upper() for name in wanted)
+        raise ValueError(
+            f"attention by {implementation} needs a {machines}, and this is a {here}: use xla"
+        )
+    implementation = f"pallas_{here}"
     if implementation == "pallas_gpu":
         from jspec.attention.pallas_gpu import check_gpu
 
@@ -84,15 +90,15 @@ def tree_attention(
       q_positions: positions of the queries, needed with ``window``.
       window: a query sees cached positions above ``q_position - window``. For the new rows the caller clears the bits.
       scale: of the scores; default ``hd ** -0.5``.
-      implementation: "pallas" is the platform's kernel. None is what ``default_attention`` says, or else ``pick_attention``
-        for the platform; then also xla where the kernel does not serve these shapes.
+      implementation: "pallas" is the platform's kernel. None is what ``default_attention`` says, or else what
+        ``pick_attention`` picks; then xla, too, where the kernel does not serve these shapes.
 
     Returns:
       Attention outputs; zeros where a query sees nothing.
 
     Raises:
-      ValueError: ``visible`` of another width; ``window`` without ``q_positions``; an implementation that is unknown, or
-        that the platform, the dtype or the shapes rule out.
+      ValueError: ``visible`` of another width; ``window`` without ``q_positions``; an implementation that is
+        unknown, or that the platform, the dtype or the shapes rule out.
     """
     if visible.shape[-1] != -(-k_new.shape[1] // 32):
         raise ValueError(
@@ -112,20 +118,25 @@ def tree_attention(
         from jspec.attention.pallas_gpu import pallas_gpu_tree_attention as attend
     else:
         attend = xla_tree_attention
-    return attend(q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale)
+
+    def attention(*arrays):
+        return attend(*arrays, window, scale)
+
+    return attention(q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions)
 
 
 def unserved(kind: Implementation, k_ctx: Array, k_new: Array) -> str | None:
     """What of the arrays a kernel does not serve, or None."""
-    limits = {"pallas_tpu": (jnp.float32, jnp.bfloat16), "pallas_gpu": (jnp.bfloat16,)}
-    if k_ctx.dtype not in limits[kind]:
-        names = " or ".join(jax.dtypes.canonicalize_dtype(d).name for d in limits[kind])
-        return f"takes {names}, not {k_ctx.dtype}"
+    dtypes = ("bfloat16",) if kind == "pallas_gpu" else ("float32", "bfloat16")
+    if k_ctx.dtype.name not in dtypes:
+        return f"takes {' or '.join(dtypes)}, not {k_ctx.dtype.name}"
     if k_new.shape[1] > MAX_ROWS:
         return f"attends to at most {MAX_ROWS} new rows, not {k_new.shape[1]}"
+    if kind == "pallas_gpu" and k_ctx.shape[2] % 8:
+        return f"takes caches of a multiple of 8 rows, not {k_ctx.shape[2]}"
+    if kind == "pallas_gpu" and (k_ctx.shape[3] % 32 or k_ctx.shape[3] > 256):
+        return f"takes a head_dim of 32, 64, .. 256, not {k_ctx.shape[3]}"
     return None
 
-
-MAX_ROWS = 512  # of a pass: a kernel holds all their scores at a time
 
 __all__ = ["Implementation", "default_attention", "pick_attention", "tree_attention"]

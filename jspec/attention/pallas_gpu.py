@@ -1,15 +1,14 @@
 """Tree attention as a Pallas kernel for Hopper GPUs (Mosaic GPU: the back end of Pallas that stays).
 
-A program takes 64 rows of one kv head (its query heads are rows) and a part of the context, so that a single prompt keeps
-all multiprocessors busy. Blocks of 64 keys and values come through a ring of shared-memory buffers, the new rows first
-(in the first part), then the context up to the row's length; both products are wgmmas, the softmax is online. What the
-parts found is merged by log-sum-exp outside.
+A program takes 64 rows of one kv head (its query heads are rows) and a part of the context, so that a single prompt
+keeps all multiprocessors busy. Blocks of 64 keys and values come through a ring of shared-memory buffers, the new rows
+first (in the first part), then the context up to the row's length; both products are wgmmas, the softmax is online.
+What the parts found is merged by log-sum-exp outside.
 
 Its numerics are tested in interpret mode. It has not run on a GPU yet.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -33,7 +32,9 @@ def check_gpu() -> None:
       ValueError: another jax or another GPU.
     """
     if not hasattr(plgpu, "InterpretGPUParams"):
-        raise ValueError(f"pallas_gpu needs jax 0.12 or newer, and this is {jax.__version__}: use xla")
+        raise ValueError(
+            f"pallas_gpu needs jax 0.12 or newer, and this is {jax.__version__}: use xla"
+        )
     if jax.default_backend() != "gpu":
         return
     device = jax.devices()[0]
@@ -84,9 +85,7 @@ def pallas_gpu_tree_attention(
 
 # A jit of its own, so that the layers of a model, equal in shape, trace it once.
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
-def _attend(
-    q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale, interpret
-):
+def _attend(q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale, interpret):
     batch, queries, heads, head_dim = q.shape
     kv_heads, group = k_ctx.shape[1], heads // k_ctx.shape[1]
     dtype = k_ctx.dtype
@@ -96,21 +95,23 @@ def _attend(
         pads[axis] = (0, -x.shape[axis] % multiple)
         return jnp.pad(x, pads)
 
-    if k_ctx.shape[2] < _BLOCK:  # a copy reads a whole block
-        pads = [(0, 0), (0, 0), (0, _BLOCK - k_ctx.shape[2]), (0, 0)]
-        k_ctx, v_ctx = jnp.pad(k_ctx, pads), jnp.pad(v_ctx, pads)
     capacity = k_ctx.shape[2]
+    if capacity < _BLOCK:  # a copy reads a whole block
+        pads = [(0, 0), (0, 0), (0, _BLOCK - capacity), (0, 0)]
+        k_ctx, v_ctx = jnp.pad(k_ctx, pads), jnp.pad(v_ctx, pads)
+    length = jnp.minimum(length, capacity)
 
-    def fold(x, repeat):  # [B, Q, n, ...] -> [B, T, 64, ...] with rows (query head of the group, query)
-        x = jnp.concatenate([x] * repeat, axis=1) if repeat > 1 else x
+    def tiled(x):  # [B, G * Q, ...] -> [B, T, 64, ...]
         x = padded(x, 1, _ROWS)
         return x.reshape(batch, -1, _ROWS, *x.shape[2:])
 
     rows = (q * scale).astype(dtype).reshape(batch, queries, kv_heads, group, head_dim)
     rows = rows.transpose(0, 3, 1, 2, 4).reshape(batch, group * queries, kv_heads, head_dim)
-    rows = fold(rows, 1).transpose(0, 3, 1, 2, 4)  # [B, kh, T, 64, hd]
+    rows = tiled(rows).transpose(0, 3, 1, 2, 4)  # [B, kh, T, 64, hd]
     tiles = rows.shape[2]
-    k_new, v_new = (padded(x.astype(dtype), 1, _BLOCK).transpose(0, 2, 1, 3) for x in (k_new, v_new))
+    k_new, v_new = (
+        padded(x.astype(dtype), 1, _BLOCK).transpose(0, 2, 1, 3) for x in (k_new, v_new)
+    )
     new_blocks = k_new.shape[2] // _BLOCK
 
     first = jnp.zeros_like(length)
@@ -119,10 +120,11 @@ def _attend(
         above = (q_positions - window)[..., None]
         first = jnp.clip(above.min(axis=(1, 2)) + 1, 0, length) // ALIGNED * ALIGNED
     words = padded(visible, 2, _BLOCK // 32)
-    marks = fold(jnp.concatenate([above, words], axis=2), group).swapaxes(2, 3)  # [B, T, 1 + W, 64]
+    marks = jnp.tile(jnp.concatenate([above, words], axis=2), (1, group, 1))
+    marks = tiled(marks).swapaxes(2, 3)  # [B, T, 1 + W, 64]
     # Blocks of the context, in equal parts; each part's range of positions.
-    parts = max(1, min(_PROGRAMS // (batch * kv_heads * tiles), -(-capacity // (4 * _BLOCK))))
-    each = -(-(-(-(length - first) // _BLOCK)) // parts) * _BLOCK
+    parts = max(1, min(_PROGRAMS // (batch * kv_heads * tiles), pl.cdiv(capacity, 4 * _BLOCK)))
+    each = pl.cdiv(pl.cdiv(length - first, _BLOCK), parts) * _BLOCK
     starts = first[:, None] + each[:, None] * jnp.arange(parts)
     ends = jnp.minimum(starts + each[:, None], length[:, None])
 
@@ -214,13 +216,13 @@ def _kernel(
             lane = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
             at = origin(step) + lane
             begun = start + (step - fresh) * _BLOCK
-            seen = (at >= begun) & (at < jnp.where(step < fresh, 0, end))
+            seen = (at >= begun) & (at < jnp.where(step < fresh, begun, end))
             if window:
                 seen &= at > mark(0)
             word = 1 + 2 * jnp.minimum(step, new_blocks - 1)
             bits = jnp.where(lane < 32, mark(word), mark(word + 1))
             bits = jnp.where(lane < jnp.where(step < fresh, _BLOCK, 0), bits >> (lane & 31), 0)
-            s = jnp.where(seen | (bits & 1 == 1), s, 2 * _LOWEST)
+            s = jnp.where(seen | ((bits & 1) == 1), s, 2 * _LOWEST)
             before = top
             top = jnp.maximum(before, s.max(axis=1))
             p = jnp.exp(s - column(top))

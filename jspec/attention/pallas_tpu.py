@@ -1,7 +1,7 @@
 """Tree attention as a Pallas kernel for TPUs: the context in blocks, online softmax, visibility as packed bits.
 
-A grid step holds a block of the context of some kv heads, and all the rows of those heads (or a tile of them): the query
-heads of one kv head are rows. The first step attends to the new rows, the last one divides. Blocks beyond a row's
+A grid step holds a block of the context of some kv heads, and all the rows of those heads (or a tile of them): the
+query heads of one kv head are rows. The first step attends to the new rows, the last one divides. Blocks beyond a row's
 length, or before its window, are not read; the grid ends with the longest row of the batch.
 
 Shapes inside: k heads of a step, R rows of a tile, hd, C the context's block, M the new rows.
@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-MAX_ROWS = 512  # new rows: their scores stay in VMEM as one block
 _TILE = 512  # rows of a step, over all its kv heads
 _BLOCK = 512  # context positions of a step, at most
 _BLOCK_BYTES = 1 << 20  # of a step's keys, about
@@ -53,16 +52,8 @@ def pallas_tpu_tree_attention(
       window: of cached positions.
       scale: of the scores.
       interpret: as ``pallas_call`` takes it: True, or ``pltpu.InterpretParams``, runs the kernel on a CPU.
-
-    Raises:
-      ValueError: more than 512 new rows.
     """
-    rows, capacity = k_new.shape[1], k_ctx.shape[2]
-    if rows > MAX_ROWS:
-        raise ValueError(
-            f"pallas_tpu attends to at most {MAX_ROWS} new rows, got {rows}: use xla for them"
-        )
-    if capacity == 0:  # a block needs a row
+    if k_ctx.shape[2] == 0:  # a block needs a row
         k_ctx, v_ctx = (jnp.pad(x, [(0, 0), (0, 0), (0, 1), (0, 0)]) for x in (k_ctx, v_ctx))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if window is None:
@@ -74,9 +65,7 @@ def pallas_tpu_tree_attention(
 
 # A jit of its own, so that the layers of a model, equal in shape, trace it once.
 @functools.partial(jax.jit, static_argnums=(8, 9, 10))
-def _attend(
-    q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale, interpret
-):
+def _attend(q, k_ctx, v_ctx, length, k_new, v_new, visible, q_positions, window, scale, interpret):
     batch, queries, heads, head_dim = q.shape
     kv_heads, capacity = k_ctx.shape[1:3]
     dtype, new = k_ctx.dtype, k_new.shape[1]
@@ -99,15 +88,13 @@ def _attend(
     first = jnp.zeros_like(length)
     marks = visible
     if window is not None:
-        above = (q_positions - window)[..., None]  # what a query sees of the context stands above it
-        first = jnp.clip(above.min(axis=(1, 2)) + 1, 0, length) // block
+        above = (q_positions - window)[..., None]  # what a query sees of the context is above it
+        first = jnp.clip(above.min(axis=(1, 2)) + 1, 0, jnp.maximum(length - 1, 0)) // block
         marks = jnp.concatenate([visible, above], axis=-1)
     blocks = pl.cdiv(length, block) - first
     # Rows on lanes: 4 bytes a word, where words on lanes would be padded to 512 bytes.
     marks = jnp.tile(tiled(marks), (1, 1, group, 1)).swapaxes(2, 3)  # [B, T, words, R]
-    marks = jnp.pad(
-        marks, [(0, 0), (0, 0), (0, -marks.shape[2] % 8), (0, -marks.shape[3] % 128)]
-    )
+    marks = jnp.pad(marks, [(0, 0), (0, 0), (0, -marks.shape[2] % 8), (0, -marks.shape[3] % 128)])
 
     def context(b, h, t, step, first, blocks, length):
         last = jnp.maximum(blocks[b] - 1, 0)
@@ -217,4 +204,4 @@ def _kernel(
         out[...] = (acc[...] / jnp.maximum(total[...], tiny)).astype(out.dtype)
 
 
-__all__ = ["MAX_ROWS", "pallas_tpu_tree_attention"]
+__all__ = ["pallas_tpu_tree_attention"]
