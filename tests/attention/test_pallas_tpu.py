@@ -44,13 +44,14 @@ def check(case, interpret):
     visible = pack_bits(jnp.asarray(case.seen))
     rest = visible, case.positions, case.window, None
     narrow = case.inputs[0].dtype != np.float32
-    out = pallas_tpu_tree_attention(*case.inputs, *rest, interpret=interpret)
+    run = jax.jit(pallas_tpu_tree_attention, static_argnums=(8, 9), static_argnames="interpret")
+    out = run(*case.inputs, *rest, interpret=interpret)
     assert out.dtype == case.inputs[0].dtype
     wide = np.asarray(out, np.float64)
     np.testing.assert_allclose(wide, case.reference(), atol=3e-2 if narrow else 2e-5, rtol=0)
     want = np.asarray(jax.jit(xla_tree_attention, static_argnums=(8, 9))(*case.inputs, *rest))
     np.testing.assert_allclose(wide, want.astype(np.float64), atol=2e-2 if narrow else 2e-5, rtol=0)
-    again = pallas_tpu_tree_attention(*case.spoiled(WILD), *rest, interpret=interpret)
+    again = run(*case.spoiled(WILD), *rest, interpret=interpret)
     np.testing.assert_array_equal(again, out)
 
 
