@@ -124,5 +124,5 @@ def test_what_it_does_not_serve(monkeypatch, changes, problem):
     monkeypatch.setattr(Device, "compute_capability", pallas_gpu.CAPABILITY)
     shape = {"rows": 9, "head_dim": 64, "capacity": 1000, "dtype": jnp.bfloat16} | changes
     arrays = structs(1, 3, shape["rows"], 4, 2, *list(shape.values())[1:], None)[:7]
-    with pytest.raises(ValueError, match=f"^pallas_gpu {problem}: use xla$"):
+    with pytest.raises(ValueError, match=f"^pallas_gpu {problem}: use xla"):
         jax.jit(lambda *x: tree_attention(*x, implementation="pallas")).trace(*arrays)
