@@ -21,10 +21,19 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
 from jspec.decode import generate
 from jspec.files import put
-from jspec.heads.config import config_for, spread_taps
+from jspec.heads.config import Correction, config_for, spread_taps
 from jspec.heads.parallel import init_head
 from jspec.method import MAX_BUDGET, Method
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
+from jspec.methods import (
+    ar,
+    dartree,
+    ddtree,
+    dflash,
+    domino,
+    jetspec,
+    prompt_lookup,
+    token_recycling,
+)
 from jspec.models.config import ModelConfig
 from jspec.models.params import param_shapes
 from jspec.models.transformer import fuse
@@ -79,11 +88,18 @@ TARGETS = {  # as their config.json files have them
 }  # fmt: skip
 
 
-def _headed(make, causal):
+def _headed(make, causal, correction=None):
     def drafter(config, budget):
         taps = spread_taps(config.num_layers, min(5, config.num_layers - 3))
         mask = config.vocab_size - 1
-        head = config_for(config, mask_token_id=mask, taps=taps, block_size=8, causal=causal)
+        head = config_for(
+            config,
+            mask_token_id=mask,
+            taps=taps,
+            block_size=8,
+            causal=causal,
+            correction=correction,
+        )
         shapes = jax.eval_shape(lambda: init_head(head, jax.random.key(0), jnp.bfloat16))
         return make(head, budget), {"head": shapes}
 
@@ -100,6 +116,8 @@ METHODS: dict[str, Drafter] = {
     "jetspec": _headed(jetspec, True),
     "dflash": _headed(dflash, False),
     "ddtree": _headed(ddtree, True),
+    "domino": _headed(domino, False, Correction(1024, 256)),
+    "dartree": _headed(dartree, False, Correction(1024, 256)),
 }
 
 
