@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jspec.acceptance import accept
+from jspec.attention import default_attention
 from jspec.mesh import DATA
 from jspec.method import Params, Proposal, Verdict
 from jspec.state import RANKS, DecodeState, KVCache, Plan, Rows, each_shard
@@ -31,7 +32,8 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> tuple[Proposal, D
     Raises:
       ValueError: the method's trees are wider than its budget.
     """
-    proposal, method = plan.method.propose(params, state.method, state.roots)
+    with default_attention(plan.attention):
+        proposal, method = plan.method.propose(params, state.method, state.roots)
     if proposal.tree.budget > plan.method.budget:
         raise ValueError(
             f"{plan.method.name} proposed trees of {proposal.tree.budget} nodes, its budget is {plan.method.budget}"
@@ -192,13 +194,16 @@ def absorb(
     """Shows the method what became known: the accepted path's tokens and taps, root first."""
     row, at = jnp.arange(kept.shape[0])[:, None], jnp.maximum(verdict.path, 0)
     tokens, taps = verdict.tree.tokens[row, at], verdict.taps[row, at]
-    method = plan.method.absorb(params, state.method, tokens, taps, kept)
+    with default_attention(plan.attention):
+        method = plan.method.absorb(params, state.method, tokens, taps, kept)
     return dataclasses.replace(state, method=method)
 
 
 def observe(plan: Plan, params: Params, state: DecodeState, verdict: Verdict) -> DecodeState:
     """Shows the method all that the target said, of rejected nodes too."""
-    return dataclasses.replace(state, method=plan.method.observe(params, state.method, verdict))
+    with default_attention(plan.attention):
+        method = plan.method.observe(params, state.method, verdict)
+    return dataclasses.replace(state, method=method)
 
 
 def decode_round(plan: Plan, params: Params, state: DecodeState) -> tuple[DecodeState, Verdict]:

@@ -81,16 +81,27 @@ def keep_compilations() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def traced_platform() -> str:
+    """What programs are traced for, "cpu", "gpu" or "tpu": an abstract mesh's device, or else JAX's own.
+
+    ``jax.sharding.use_abstract_mesh`` with a mesh of ``jax.sharding.AbstractDevice``s thus traces for an accelerator
+    that is not there (``python -m jspec.aot``).
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = getattr(device, "platform", None) or jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
 def weights_dtype(name: Dtype) -> DTypeLike:
     """The dtype that an option names; auto: bf16, but fp32 on a CPU, where tokens should not depend on rounding."""
     if name == "auto":
-        name = "fp32" if jax.default_backend() == "cpu" else "bf16"
+        name = "fp32" if traced_platform() == "cpu" else "bf16"
     return DTYPES[name]
 
 
 def cache_dtype(weights: DTypeLike) -> DTypeLike:
     """Of cached keys and values: that of the weights, but fp32 on a CPU, where few products are fast in bf16."""
-    return jnp.float32 if jax.default_backend() == "cpu" else weights
+    return jnp.float32 if traced_platform() == "cpu" else weights
 
 
 def device_name() -> str:

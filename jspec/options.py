@@ -37,7 +37,9 @@ class Options:
         DEFAULT_TARGET
     )
     dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
-    attention: Annotated[Attention, "implementation; pallas: not there yet"] = "auto"
+    attention: Annotated[
+        Attention, "pallas: a kernel, of TPUs and of Hopper GPUs; auto: on a TPU pallas, else xla"
+    ] = "auto"
     mesh: Annotated[
         str, "devices: data, parts that the batch falls into; model, parts of heads and weights"
     ] = ONE_DEVICE
@@ -117,8 +119,6 @@ class Options:
             raise ValueError(f"--mesh data={data} does not divide --batch {self.batch}")
         if self.smart == "on" and self.mesh != ONE_DEVICE:
             raise ValueError(f"--smart on takes one device: leave --mesh {self.mesh} out")
-        if self.attention == "pallas":
-            raise ValueError("--attention pallas is not there yet: use auto or xla")
 
 
 @dataclasses.dataclass(frozen=True)

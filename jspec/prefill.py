@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from jspec.attention import default_attention
 from jspec.decode import write_rows
 from jspec.method import Params, Verdict, check_range
 from jspec.state import DecodeState, Plan, each_shard, empty_state, insert
@@ -40,7 +41,8 @@ def read_chunk(
     verified = run_rows(plan, params, one, chain, tokens.shape[1], drawing=False)
     path = jnp.where(live, nodes, -1)
     cache = write_rows(one.cache, verified.keys, verified.values, path, count)
-    method = plan.method.absorb(params, one.method, tokens, verified.taps, count)
+    with default_attention(plan.attention):
+        method = plan.method.absorb(params, one.method, tokens, verified.taps, count)
     if plan.method.needs.top_k:
         verdict = Verdict(
             tree=chain,
@@ -51,7 +53,8 @@ def read_chunk(
             top_logits=verified.top_logits,
             taps=verified.taps,
         )
-        method = plan.method.observe(params, method, verdict)
+        with default_attention(plan.attention):
+            method = plan.method.observe(params, method, verdict)
     return dataclasses.replace(one, cache=cache, method=method)
 
 

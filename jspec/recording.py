@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jspec.attention import default_attention
 from jspec.decode import absorb, emit, judge, observe, propose
 from jspec.driver import Finished, Stream, outcome
 from jspec.mesh import alike, fetchable
@@ -247,7 +248,8 @@ def _absorb(plan, params, state, text, taps, at, count, width):
         tokens = lax.dynamic_slice_in_dim(text, at, width, axis=1)
         states = lax.dynamic_slice_in_dim(taps, at, width, axis=1)
         counts = jnp.full((1,), count, jnp.int32)
-        method = plan.method.absorb(params, state.method, tokens, states, counts)
+        with default_attention(plan.attention):
+            method = plan.method.absorb(params, state.method, tokens, states, counts)
         return _lengthen(dataclasses.replace(state, method=method), counts)
 
     return alike(plan.mesh, step)(params, state, text, taps, at, count)

@@ -16,6 +16,7 @@ from jaxtyping import Int32
 from rich.console import Console
 from rich.text import Text
 
+from jspec.attention import Implementation, pick_attention
 from jspec.benches import BUILT_IN, Prompt, load_bench, read_prompts, user_turn
 from jspec.checkpoint import Head, load_head, read_config, shipped_head
 from jspec.comparison import Comparison
@@ -181,6 +182,7 @@ def prepare(options: Options) -> Job:
     if options.distributed:
         join_processes()
     pick_accelerator(options.accel)
+    pick_attention(attention_of(options))
     keep_compilations()
     dtype = weights_dtype(options.dtype)
     target = load_target(options.target, dtype, mesh_of(options.mesh))
@@ -223,8 +225,13 @@ def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Hea
         if method.budget == 1:
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
         method = smart(method)
-    attention = None if options.attention == "auto" else options.attention
+    attention = attention_of(options)
     return head, Plan(target.config, method, sampling, attention=attention, mesh=target.mesh)
+
+
+def attention_of(options: Options) -> Implementation | None:
+    """What a plan calls the options' --attention."""
+    return None if options.attention == "auto" else options.attention
 
 
 def cost_setting(job: Job, capacity: int) -> Setting:

@@ -428,7 +428,7 @@ BAD = {
         "mesh data=1,model=64 takes 64 devices, JAX finds",
     ),
     "smart on a mesh": (["--mesh", "model=2", "--smart", "on"], "--smart on takes one device"),
-    "pallas": (["--attention", "pallas"], "not there yet: use auto or xla"),
+    "pallas": (["--attention", "pallas"], "needs a TPU or GPU, and this is a cpu: use xla"),
     "no config": (["--config", "no.yaml"], "--config: File does not exist"),
     "a report in no folder": (["--json", "no/such/out.json"], "cannot write no/such/out.json"),
     "a report that is a folder": (["--json", "."], "cannot write .: Is a directory"),

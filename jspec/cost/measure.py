@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
+from jspec.attention import default_attention
 from jspec.cost.profile import Profile, Setting
 from jspec.cost.table import make_cost
 from jspec.decode import advance
@@ -183,7 +184,8 @@ def _by_level(plan, params, state, draft, levels):
             asked.append(level)
             return jnp.broadcast_to(level < limit, scores.shape[:1])
 
-        return plan.method.propose(params, state.method, state.roots, keep_growing)[0].tree
+        with default_attention(plan.attention):
+            return plan.method.propose(params, state.method, state.roots, keep_growing)[0].tree
 
     jax.eval_shape(upto, state, jnp.int32(1))
     if not asked:

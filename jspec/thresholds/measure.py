@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Float, Int
 from tqdm import tqdm
 
+from jspec.attention import default_attention
 from jspec.decode import decode_round
 from jspec.method import Method, Params
 from jspec.methods.graft import confidence, inner_state
@@ -104,7 +105,8 @@ def _probe(plan, drafter, checkpoints, params, state: DecodeState, limits):
 
     def draft(limit):
         tried = {**params, "graft": limit}
-        proposal, _ = plan.method.propose(tried, state.method, state.roots)
+        with default_attention(plan.attention):
+            proposal, _ = plan.method.propose(tried, state.method, state.roots)
         tree = proposal.tree
         return (tree.tokens, tree.parents, tree.size), jnp.asarray(proposal.passes, jnp.float32)
 

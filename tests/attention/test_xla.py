@@ -9,6 +9,7 @@ from jaxtyping import TypeCheckError
 from jspec.attention import tree_attention
 from jspec.tree import pack_bits
 from tests import oracles
+from tests.attention.cases import dense, poison, random_visibility
 
 CAPACITY, HEAD_DIM = 24, 8
 LENGTHS = np.array([0, 1, 0, 23, 24, 24], np.int32)
@@ -33,52 +34,6 @@ def random_inputs(rng, queries, rows, heads, kv_heads, dtype=np.float32):
     )
 
 
-def dense(q, k_ctx, v_ctx, length, k_new, v_new, seen, positions=None, window=None, scale=None):
-    """One query and one head at a time, over exactly the rows it sees."""
-    q, k_ctx, v_ctx, k_new, v_new = (
-        np.asarray(x, np.float64) for x in (q, k_ctx, v_ctx, k_new, v_new)
-    )
-    scale = 1 / np.sqrt(HEAD_DIM) if scale is None else scale
-    out = np.zeros_like(q)
-    for b, i, h in np.ndindex(out.shape[:3]):
-        group = h // (q.shape[2] // k_ctx.shape[1])
-        first = 0 if window is None else max(0, positions[b, i] - window + 1)
-        past, fresh = slice(first, length[b]), seen[b, i]
-        keys = np.concatenate([k_ctx[b, group, past], k_new[b, fresh, group]])
-        values = np.concatenate([v_ctx[b, group, past], v_new[b, fresh, group]])
-        if len(keys):
-            scores = keys @ q[b, i, h] * scale
-            weights = np.exp(scores - scores.max())
-            out[b, i, h] = weights @ values / weights.sum()
-    return out
-
-
-def poison(rng, k_ctx, v_ctx, k_new, v_new, seen):
-    """Garbage beyond the length, and in new rows that no query sees."""
-    stale = np.broadcast_to((np.arange(CAPACITY) >= LENGTHS[:, None])[:, None], k_ctx.shape[:3])
-    unseen = ~seen.any(axis=1)
-
-    def spoil(x, where, *garbage):
-        x = x.copy()
-        x[where] = rng.choice(np.array(garbage, x.dtype), x[where].shape)
-        return x
-
-    wild = np.nan, np.inf, -np.inf, 1e30, -1e30
-    return (
-        spoil(k_ctx, stale, *wild),
-        spoil(v_ctx, stale, 1e30, -1e30),
-        spoil(k_new, unseen, *wild),
-        spoil(v_new, unseen, 1e30, -1e30),
-    )
-
-
-def random_visibility(rng, queries, rows):
-    """bool[B, Q, M]: sparse, dense, and some rows and columns with nothing at all."""
-    seen = rng.random((BATCH, queries, rows)) < rng.choice([0.1, 0.5, 1.0], (BATCH, queries, 1))
-    seen &= rng.random((BATCH, queries, 1)) < 0.8
-    return seen & (rng.random((BATCH, 1, rows)) < 0.8)
-
-
 def compare(rng, inputs, seen, atol=1e-5, **options):
     """Against the reference, and to the bit against itself with garbage."""
     visible = pack_bits(jnp.asarray(seen))
@@ -87,9 +42,7 @@ def compare(rng, inputs, seen, atol=1e-5, **options):
     names = {"q_positions": "positions"}
     want = dense(*inputs, seen, **{names.get(k, k): v for k, v in options.items()})
     np.testing.assert_allclose(out.astype(np.float64), want, atol=atol, rtol=0)
-    q, k_ctx, v_ctx, length, k_new, v_new = inputs
-    k_ctx, v_ctx, k_new, v_new = poison(rng, k_ctx, v_ctx, k_new, v_new, seen)
-    spoiled = run(q, k_ctx, v_ctx, length, k_new, v_new, visible, **options)
+    spoiled = run(*poison(rng, inputs, seen), visible, **options)
     np.testing.assert_array_equal(spoiled, out)
     return out
 
@@ -119,7 +72,10 @@ def test_trees(heads, budget):
 )
 def test_queries_that_are_not_the_rows(queries, rows, options):
     rng = np.random.default_rng(rows)
-    inputs, seen = random_inputs(rng, queries, rows, 4, 2), random_visibility(rng, queries, rows)
+    inputs, seen = (
+        random_inputs(rng, queries, rows, 4, 2),
+        random_visibility(rng, BATCH, queries, rows),
+    )
     if "window" in options:
         ahead = rng.integers(0, 6, (BATCH, queries), np.int32)
         options = options | {"q_positions": LENGTHS[:, None] + ahead}
@@ -130,7 +86,7 @@ def test_large_scores():
     """Either part may hold all the weight: both are normalized by the maximum over both."""
     rng = np.random.default_rng(0)
     q, k_ctx, v_ctx, length, k_new, v_new = random_inputs(rng, 9, 9, 4, 2)
-    seen = random_visibility(rng, 9, 9)
+    seen = random_visibility(rng, BATCH, 9, 9)
     for here, there in [(100, 1), (1, 100), (100, 100)]:
         inputs = (q, k_ctx * np.float32(here), v_ctx, length, k_new * np.float32(there), v_new)
         compare(rng, inputs, seen, atol=2e-4)
@@ -138,7 +94,10 @@ def test_large_scores():
 
 def test_bfloat16():
     rng = np.random.default_rng(2)
-    inputs, seen = random_inputs(rng, 17, 40, 6, 2, jnp.bfloat16), random_visibility(rng, 17, 40)
+    inputs, seen = (
+        random_inputs(rng, 17, 40, 6, 2, jnp.bfloat16),
+        random_visibility(rng, BATCH, 17, 40),
+    )
     compare(rng, inputs, seen, atol=3e-2)
 
 
