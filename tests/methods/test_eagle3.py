@@ -228,7 +228,7 @@ def test_a_head_that_knows_the_answer_is_accepted_whole(tiny_model):
     )  # of a head each: equal lengths, so that a token is its own best key
     chunks = chunks / jnp.sqrt(jnp.square(chunks).mean(axis=2, keepdims=True))
     params["embed"] = chunks.reshape(40, 32)
-    params["lm_head"] = params["lm_head"] * 6  # sharp, so that the best chain is the best tree
+    params["lm_head"] = params["lm_head"] * 40  # sharp, so that the best chain is the best tree
     params["layers"] = tuple(
         layer | {"o": 0 * layer["o"], "down": 0 * layer["down"]} for layer in params["layers"]
     )
