@@ -19,7 +19,7 @@ def card(log=ROWS, best=1000, libraries=({"turns": 7, "prompts": None, "taps": [
 def test_what_a_card_says():
     text = card()
     assert text.startswith("# A JetSpec head for smollm2-135m\n")
-    assert "smollm2-135m, fingerprint 0f" in text and "--method jetspec --head" in text
+    assert "smollm2-135m, fingerprint 0f" in text and "smollm2-135m --head DIR" in text
     assert "a causal block of 5 slots" in text
     assert "5 texts with 1,234 tokens of answers, written by the target:" in text
     assert "| turns | 7 |" in text and "None" not in text and "| taps |" not in text
@@ -33,7 +33,7 @@ def test_what_a_card_says():
 
 def test_cards_of_other_heads():
     text = card(causal=False, draft_vocab_size=23)
-    assert text.startswith("# A DFlash head") and "--method dflash" in text
+    assert text.startswith("# A DFlash head") and "--head DIR" in text
     assert "a bidirectional block" in text and "23 of the target's 61 tokens" in text
     given = card(libraries=({"turns": 7}, {"answers": "given"}))
     assert "tokens of answers, whose answers were given" in given
@@ -41,7 +41,7 @@ def test_cards_of_other_heads():
 
 def test_a_card_of_domino():
     text = card(causal=False, shift_labels=True, correction=Correction(12, 5))
-    assert text.startswith("# A Domino head") and "--method domino" in text
+    assert text.startswith("# A Domino head") and "--head DIR" in text
     assert "a GRU of width 12 and a projection of rank 5, from draft 2 on" in text
     assert "drafts the token after its own place" in text and "falls from 1 to 0 in 1 of" in text
     assert "(`dartree`)" in text and "chains of 6 nodes (`domino`)" in text
