@@ -85,7 +85,7 @@ def test_the_program_is_the_one_that_decodes(tiny):
 
 def test_levels_are_timed_where_a_drafter_has_them(tiny, clock, monkeypatch):
     config, params = tiny
-    plan = Plan(config, smart(by_level(3, 2, 0.9)), buckets=BUCKETS)
+    plan = Plan(config, smart(by_level(3, 2, 0.9, config.vocab_size)), buckets=BUCKETS)
     asked = []
 
     def timed(points, seconds):
