@@ -93,6 +93,9 @@ def test_a_run_that_was_killed_ends_like_one_that_was_not(target, texts, tmp_pat
     np.testing.assert_array_equal(before["output"], target.params["lm_head"][ids])
 
 
+@pytest.mark.xfail(
+    reason="open: training foresees tokens, and held-out replay accepts none of them (issue 5)"
+)
 @pytest.mark.parametrize(
     ("taps", "own", "vocab"),
     [((0, 1, 1), True, None), ((2,), False, 30)],
