@@ -16,8 +16,8 @@ from jspec import checkpoint
 from jspec.checkpoint import (
     export_head,
     head_fingerprint,
-    is_corrected,
     load_head,
+    read_config,
     read_head,
     save_head,
     shipped_head,
@@ -137,7 +137,9 @@ def test_a_shipped_head_is_one_for_its_methods(tmp_path, target, monkeypatch):
         export_head(tmp_path / name, kind, head_and_target(kind)[0])
     assert shipped_head(target, causal=True) == "b"
     assert shipped_head(target, causal=False, corrected=True) == "a"
-    assert (is_corrected("a"), is_corrected("b"), is_corrected("elsewhere")) == (True, False, False)
+    assert [read_config(name).correction is not None for name in "ab"] == [True, False]
+    with pytest.raises(HeadError, match="no head 'elsewhere'"):
+        read_config("elsewhere")
 
 
 def test_a_loaded_head_drafts_with_the_target_s_rows(tmp_path, target):
