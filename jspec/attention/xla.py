@@ -55,7 +55,7 @@ def xla_tree_attention(
 
     s_ctx = scores(k_ctx, in_ctx)
     s_new = scores(k_new.transpose(0, 2, 1, 3), in_new)
-    top = jnp.maximum(jnp.maximum(s_ctx.max(-1), s_new.max(-1)), _LOWEST)[..., None]
+    top = jnp.maximum(s_ctx.max(-1, initial=_LOWEST), s_new.max(-1))[..., None]  # C may be 0
     p_ctx, p_new = jnp.exp(s_ctx - top), jnp.exp(s_new - top)
     total = (p_ctx.sum(-1) + p_new.sum(-1))[..., None]
 
