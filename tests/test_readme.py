@@ -7,7 +7,7 @@ import pytest
 from tiny_target import write_target
 
 import jspec
-from jspec import run
+from jspec import job
 from jspec.cost import profile
 from jspec.options import Options
 
@@ -56,7 +56,7 @@ def test_the_composed_round_is_short():
 
 def test_every_method_and_option_is_listed():
     there = re.findall(r"^\| `(\w+)` \|.*\| yes \|$", TEXT, re.MULTILINE)
-    assert there == list(run.METHODS)
+    assert there == list(job.METHODS)
     for name in Options.__dataclass_fields__:
         flag = "--" + name.replace("_", "-")
         assert f"`{flag}" in TEXT or f"`--no-{name}`" in TEXT, flag

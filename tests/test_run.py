@@ -14,7 +14,7 @@ import pytest
 from tiny_target import write_target
 
 import jspec
-from jspec import checkpoint, run
+from jspec import checkpoint, job, run
 from jspec.benches import BENCHES
 from jspec.checkpoint import export_head
 from jspec.heads.config import Correction, config_for
@@ -227,7 +227,7 @@ def test_the_shipped_head_of_a_target_is_found(
     monkeypatch.setattr(checkpoint, "SHIPPED", shipped)
 
     def chosen(*argv, target=target):
-        found = run.choose(parse(list(argv)), target)
+        found = job.choose(parse(list(argv)), target)
         return found.method, found.head
 
     def refused(method):
@@ -367,7 +367,7 @@ def test_a_config_file_and_overrides(tmp_path):
 def test_committed_configs(path):
     chosen = parse(["--config", str(path)])
     assert chosen != Options()
-    assert callable(run.find_method(chosen).make)
+    assert callable(job.find_method(chosen).make)
 
 
 BAD = {

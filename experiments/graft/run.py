@@ -17,10 +17,10 @@ from experiments.graft.report import write_report
 from jspec.benches import Prompt, load_bench, user_turn
 from jspec.device import device_name, keep_compilations, weights_dtype
 from jspec.driver import decode_all
+from jspec.job import choose, make_method
 from jspec.methods import ar, graft
 from jspec.models.load import load_target
 from jspec.options import Options
-from jspec.run import choose, make_method
 from jspec.state import Plan
 from jspec.text import encode_prompt
 from jspec.thresholds.store import ready_graft

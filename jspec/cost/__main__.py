@@ -13,10 +13,10 @@ from jspec.cost.profile import Profile, profile_path
 from jspec.cost.store import ready_profile
 from jspec.cost.table import make_cost
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
+from jspec.job import Job, choose, cost_setting, find_method, make_plan
 from jspec.models.load import load_target
 from jspec.options import exit_status
 from jspec.report import check_writable
-from jspec.run import Job, choose, cost_setting, find_method, make_plan
 from jspec.sampling import Sampling
 from jspec.text import target_stops
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from jspec.benches import BENCHES, Prompt, load_bench
 from jspec.cost.table import draft_seconds, verify_seconds
 from jspec.device import keep_compilations, pick_accelerator, weights_dtype
+from jspec.job import Job, add_costs, choose, find_method, make_method, read_all
 from jspec.methods import graft, smart
 from jspec.methods.graft import CHECKPOINTS, default_thresholds
 from jspec.models.load import load_target
 from jspec.options import exit_status
-from jspec.run import Job, add_costs, choose, find_method, make_method, read_all
 from jspec.sampling import Sampling
 from jspec.state import Plan
 from jspec.text import encode_prompt, target_stops
