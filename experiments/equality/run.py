@@ -12,6 +12,8 @@ import json
 from functools import partial
 from pathlib import Path
 
+import jax
+
 from jspec.benches import load_bench
 from jspec.checkpoint import load_head, shipped_head
 from jspec.device import keep_compilations
@@ -81,6 +83,7 @@ def main():
                     with log.open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(json.dumps(row), flush=True)
+                    jax.clear_caches()  # each cell's programs take some 300 MB
     write_table(rows)
 
 
