@@ -78,7 +78,8 @@ def commit(
       ``path[:kept]`` are what ``absorb`` gets; the last kept token is the next root.
     """
     rows, kept = emit(state.rows, state.cache.length, verdict, state.stops)
-    cache = write_rows(state.cache, verified.keys, verified.values, verdict.path, kept)
+    in_order = jnp.broadcast_to(jnp.arange(verdict.path.shape[1]), verdict.path.shape)
+    cache = write_rows(state.cache, verified.keys, verified.values, in_order, kept)
     used = jnp.arange(state.histogram.shape[0]) == row_bucket(plan, state, verdict.tree)
     histogram = state.histogram + used * (verdict.count > 0).any()
     return dataclasses.replace(state, cache=cache, rows=rows, histogram=histogram), kept

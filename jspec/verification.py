@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.acceptance import accept
 from jspec.attention import tree_attention
 from jspec.method import Params
 from jspec.models.transformer import forward, output_logits
@@ -22,9 +23,9 @@ class Verified(NamedTuple):
     top_tokens: Int[Array, "B N k"]
     top_logits: Float[Array, "B N k"]  # raw
     taps: Float[Array, "B N T H"]
-    # the nodes' own rows, one array a layer: not in the cache yet
-    keys: tuple[Float[Array, "B N kh hd"], ...]
-    values: tuple[Float[Array, "B N kh hd"], ...]
+    # the accepted path's own rows, root first, one array a layer: not in the cache yet
+    keys: tuple[Float[Array, "B P kh hd"], ...]
+    values: tuple[Float[Array, "B P kh hd"], ...]
 
 
 class Packing(NamedTuple):
@@ -54,11 +55,18 @@ def packing(size: Int[Array, " B"], nodes: int, rows: int) -> Packing:
 
 
 def run_rows(
-    plan: Plan, params: Params, state: DecodeState, tree: Tree, rows: int, drawing: bool = True
+    plan: Plan,
+    params: Params,
+    state: DecodeState,
+    tree: Tree,
+    rows: int,
+    drawing: bool = True,
+    all_rows: bool = True,
 ) -> Verified:
     """The target over all live nodes in a forward of ``rows`` rows (static; at least the sum of sizes).
 
     ``drawing=False`` skips the draw (``tokens`` are zeros), and the output head where no top tokens are asked for.
+    With ``all_rows`` the keys and values are all nodes', not the accepted path's.
     """
     needs, cache, target = plan.method.needs, state.cache, params["target"]
     rows = min(rows, tree.batch * tree.budget)  # trees may be narrower than the method's budget
@@ -94,13 +102,24 @@ def run_rows(
             best = top_k(logits, needs.top_k)
         if drawing:
             tokens = draw(plan.sampling, logits, _noise(plan, state, tree, packs))
+    tokens = spread(tokens)
+    if all_rows:
+        kept = spread
+    else:
+        # What is accepted is settled by the draw, so no more leaves the branch than the cache will take.
+        path, _ = accept(tree, tokens, needs.depth)
+        on_path = packs.at[jnp.arange(tree.batch)[:, None], jnp.clip(path, 0, seen - 1)]
+
+        def kept(x):  # [M, ...] -> [B, P, ...]
+            return x[on_path]
+
     return Verified(
-        tokens=spread(tokens),
+        tokens=tokens,
         top_tokens=spread(best[1]),
         top_logits=spread(best[0]),
         taps=spread(out.taps),
-        keys=tuple(map(spread, out.keys)),
-        values=tuple(map(spread, out.values)),
+        keys=tuple(map(kept, out.keys)),
+        values=tuple(map(kept, out.values)),
     )
 
 
@@ -127,7 +146,10 @@ def verify(plan: Plan, params: Params, state: DecodeState, tree: Tree) -> Verifi
       tree: at most ``plan.method.budget`` nodes a row; a row of size 0 costs nothing.
     """
     buckets = plan.row_buckets(tree.batch)
-    branches = [lambda rows=rows: run_rows(plan, params, state, tree, rows) for rows in buckets]
+    branches = [
+        lambda rows=rows: run_rows(plan, params, state, tree, rows, all_rows=False)
+        for rows in buckets
+    ]
     return jax.lax.switch(row_bucket(plan, state, tree), branches)
 
 

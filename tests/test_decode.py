@@ -132,8 +132,9 @@ def test_poisoned_padding_and_stale_rows_change_nothing(tiny, story):
             }
             tree = dataclasses.replace(tree, **dead)
             verified = verify(plan, params, state, tree)
-            keys = tuple(poison(k, tree.live) for k in verified.keys)
-            values = tuple(jnp.where(tree.live[..., None, None], v, 1e30) for v in verified.values)
+            on_path = judge(plan, tree, verified).path >= 0
+            keys = tuple(poison(k, on_path) for k in verified.keys)
+            values = tuple(jnp.where(on_path[..., None, None], v, 1e30) for v in verified.values)
             verified = verified._replace(
                 tokens=poison(verified.tokens, tree.live),
                 top_tokens=poison(verified.top_tokens, tree.live),

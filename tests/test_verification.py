@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.acceptance import accept
 from jspec.models.transformer import forward, fuse, output_logits
 from jspec.sampling import Sampling, warp
 from jspec.state import KVCache, Plan, new_state
@@ -130,8 +131,8 @@ def padded(texts):
     return jnp.asarray([[*text, *[0] * (TEXT - len(text))] for text in texts], jnp.int32)
 
 
-def check(plan, params, texts, out):
-    """Every live node of ``out`` is the last row of its text."""
+def check(plan, params, texts, out, tree=None):
+    """Every live node of ``out`` is the last row of its text; with a tree, keys and values are its accepted path's."""
     live = rows, _ = tuple(np.array(list(texts)).T)
     length = np.array([len(text) for text in texts.values()])
     last = np.arange(len(texts)), length - 1
@@ -141,8 +142,14 @@ def check(plan, params, texts, out):
     np.testing.assert_array_equal(out.top_tokens[live], best[:, :TOP])
     near(out.top_logits[live], np.take_along_axis(raw, best[:, :TOP], axis=1))
     near(out.taps[live], alone.taps[last])
+    kept = np.arange(len(texts)), live
+    if tree is not None:
+        path = np.asarray(accept(tree, out.tokens, plan.method.needs.depth)[0])
+        row, slot = np.nonzero(path >= 0)
+        ends = {one: number for number, one in enumerate(texts)}
+        kept = np.array([ends[b, i] for b, i in zip(row, path[row, slot])]), (row, slot)
     for ours, theirs in zip(out.keys + out.values, alone.keys + alone.values, strict=True):
-        near(ours[live], theirs[last])
+        near(ours[kept[1]], theirs[last][kept[0]])
     if plan.sampling.greedy:
         np.testing.assert_array_equal(out.tokens[live], best[:, 0])
         return
@@ -167,7 +174,7 @@ def check(plan, params, texts, out):
 def test_every_node_is_the_end_of_its_own_chain(tiny_model, arch, sampling, batch):
     live = sum(PROMPTS[1][-batch:])  # verify: without a row to spare; below: with many
     plan, params, state, tree, texts = setting(tiny_model, arch, sampling, batch, (5, live))
-    check(plan, params, texts, verify(plan, params, state, tree))
+    check(plan, params, texts, verify(plan, params, state, tree), tree)
     check(plan, params, texts, run_rows(plan, params, state, tree, batch * BUDGET, True))
 
 
@@ -191,9 +198,13 @@ def test_without_a_draw(tiny_model):
 def test_trees_narrower_than_the_budget(tiny_model, batch):
     plan, params, state, _, texts = setting(tiny_model, "llama", SAMPLED, batch, (4,))
     roots = [texts.get((b, 0), [0])[-1] for b in range(batch)]
-    out = verify(plan, params, state, root_only(jnp.asarray(roots)))
+    alone = root_only(jnp.asarray(roots))
+    out = verify(plan, params, state, alone)
     assert out.tokens.shape == (batch, 1)
-    check(plan, params, {(b, i): text for (b, i), text in texts.items() if i == 0}, out)
+    alone = dataclasses.replace(
+        alone, size=jnp.asarray([(b, 0) in texts for b in range(batch)], jnp.int32)
+    )
+    check(plan, params, {(b, i): text for (b, i), text in texts.items() if i == 0}, out, alone)
 
 
 # Buckets.
