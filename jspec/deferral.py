@@ -1,10 +1,11 @@
 """Known tokens that a method was not shown yet, while it is not asked to draft."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.method import Method, MethodState, Params
 
@@ -41,24 +42,17 @@ def push(
     )
 
 
-def flush(
-    method: Method, params: Params, state: MethodState, queue: Queue
-) -> tuple[MethodState, Queue]:
-    """Shows the method what is in the queue."""
-    state = method.absorb(params, state, queue.tokens, queue.taps, queue.length)
-    return state, queue._replace(length=jnp.zeros_like(queue.length))
+def run_if(when: Bool[Array, ""], step: Callable[[Any], Any], carry: Any) -> Any:
+    """``step(carry)`` where there is need, as a loop of one turn or none: a cond would copy what it passes on."""
 
+    def once(both):
+        return jnp.array(False), step(both[1])
 
-def flush_if(
-    when: Array, method: Method, params: Params, state: MethodState, queue: Queue
-) -> tuple[MethodState, Queue]:
-    """``flush`` where there is need, as far as the device goes: the pass is skipped elsewhere."""
-    needed = when & (queue.length > 0).any()
-    return lax.cond(needed, lambda: flush(method, params, state, queue), lambda: (state, queue))
+    return lax.while_loop(lambda both: both[0], once, (when, carry))[1]
 
 
 def defer(
-    later: Array,
+    later: Bool[Array, ""],
     method: Method,
     params: Params,
     state: MethodState,
@@ -75,15 +69,13 @@ def defer(
       queue: what waits.
       shown: tokens, taps and counts, as ``absorb`` takes them.
     """
-    counts = shown[2]
-
-    def wait():
-        longer = push(queue, *shown)
-        full = (longer.length == queue.tokens.shape[1]).any()
-        return flush_if(full, method, params, state, longer)
-
-    def now():
-        ready, rest = flush_if(jnp.array(True), method, params, state, queue)
-        return method.absorb(params, ready, *shown), rest
-
-    return lax.cond(later & (counts.max() <= 1), wait, now)
+    tokens, taps, counts = shown
+    waits = later & (counts.max() <= 1)
+    queue = push(queue, tokens, taps, jnp.where(waits, counts, 0))
+    full = (queue.length == queue.tokens.shape[1]).any()
+    due = full | (~waits & (queue.length > 0).any())
+    state = run_if(
+        due, lambda s: method.absorb(params, s, queue.tokens, queue.taps, queue.length), state
+    )
+    state = run_if(~waits, lambda s: method.absorb(params, s, *shown), state)
+    return state, queue._replace(length=jnp.where(due, 0, queue.length))

@@ -10,14 +10,14 @@ book = jax.jit(close_round)
 ONE = jnp.asarray([True])
 
 
-def play(ledger, rounds, count, price, promising=False):
+def play(ledger, rounds, count, price, promise=None):
     """Rounds that emit ``count`` tokens at a price when drafting; what was drafted, round by round."""
-    drafted = []
+    drafted, promise = [], count if promise is None else promise
     for _ in range(rounds):
         awake = int(ledger.rest) == 0
         drafted.append(awake)
         if awake:
-            ledger = ledger._replace(price=jnp.float32(price), promising=jnp.array(promising))
+            ledger = ledger._replace(price=jnp.float32(price), promise=jnp.float32(promise))
         counts = jnp.asarray([count if awake else 1])
         ledger = book(ledger, counts, ONE)
     return ledger, drafted
@@ -57,11 +57,11 @@ def test_what_the_model_promises_may_lose_a_little():
     waiting, _ = play(asleep, int(asleep.rest), 1, 1.0)
     assert int(waiting.rest) == 0 and bool(waiting.trial)
     assert int(play(waiting, 1, 1, 1.3)[0].rest) > 0
-    assert int(play(waiting, 1, 1, 1.3, promising=True)[0].rest) == 0
+    assert int(play(waiting, 1, 1, 1.3, promise=1.4)[0].rest) == 0
 
 
 def test_promises_that_are_not_kept_end_in_a_rest():
-    _, drafted = play(open_ledger(), 200, 1, 1.3, promising=True)
+    _, drafted = play(open_ledger(), 200, 1, 1.3, promise=1.4)
     assert sum(drafted[100:]) <= 15
 
 
@@ -73,7 +73,7 @@ def test_a_try_goes_on_while_it_gains():
 
 
 def test_rows_without_a_root_do_not_count():
-    ledger = open_ledger()._replace(price=jnp.float32(1.5))
+    ledger = open_ledger()._replace(price=jnp.float32(1.5), promise=jnp.float32(2))
     nobody = book(ledger, jnp.asarray([0, 0]), jnp.asarray([False, False]))
     assert jax.tree.map(float, nobody) == jax.tree.map(float, ledger)
     one = book(ledger, jnp.asarray([2, 99]), jnp.asarray([True, False]))

@@ -23,7 +23,7 @@ from jspec.calibration import (
 )
 from jspec.choice import choose_bucket, choose_marginal
 from jspec.cost.table import Cost, bucket_of, draft_seconds, level_seconds
-from jspec.deferral import Queue, defer, empty_queue, flush_if
+from jspec.deferral import Queue, defer, empty_queue
 from jspec.method import (
     Memory,
     Method,
@@ -152,7 +152,8 @@ def _smart(method, rule, alpha, benefit, rest, room):
     def absorb(params, state, tokens, taps, counts):
         inner, queue = own(state), state.rows.queue
         if waits:
-            resting = state.shared.ledger.rest > 0
+            # In the last round of a rest all that waits is shown, so that the next one can draft.
+            resting = state.shared.ledger.rest > 1
             shown = (tokens, taps, counts)
             inner, queue = defer(resting, method, params, inner, queue, shown)
         else:
@@ -181,45 +182,52 @@ def _smart(method, rule, alpha, benefit, rest, room):
         proposal, inner = method.propose(params, own(state), roots, grows)
         tree, passes = proposal.tree, jnp.asarray(proposal.passes, jnp.int32)
         drafted = draft_seconds(cost, passes) + cost.fixed
-        more = jnp.searchsorted(cost.rows, few, side="right")
-        more = jnp.where(ledger.trial, jnp.minimum(more, cost.rows.size - 1), 0)
         edges = edge_values(tree)
         worth = along_paths(tree, chance(edges, jnp.maximum(tree.depths, 1)), needs.depth)
         worth = jnp.where(tree.parents >= 0, worth, 0.0)
-        choice = choose_bucket(worth, active, cost.rows, cost.verify + drafted, more)
-        keep = choice.keep
+        keep = choose_bucket(worth, active, cost.rows, cost.verify + drafted).keep
         if rule == "marginal":
             said = jnp.where(tree.parents >= 0, along_paths(tree, edges, needs.depth), 0.0)
             step = plain - cost.fixed
             keep = choose_marginal(tree, said, active, cost, step, alpha, benefit == "paths_mean")
+        promise = 1 + jnp.where(keep & active[:, None], worth, 0.0).sum() / few
         tree = compact(tree, keep | (tree.live & (tree.parents < 0)))
         rows = jnp.where(active, tree.size, 0).sum()
         price = (cost.verify[bucket_of(cost, jnp.maximum(rows, 1))] + drafted) / plain
-        return tree, passes, inner, price, choice.speed * plain > few
+        return tree, passes, inner, price, promise
 
     def propose(params, state, roots, keep_growing=None):
-        ledger = state.shared.ledger
-        awake = ledger.rest == 0
-        inner, queue = own(state), state.rows.queue
-        if waits:
-            inner, queue = flush_if(awake, method, params, inner, queue)
+        ledger, rows = state.shared.ledger, state.rows
+        state = put(state, own(state), rows._replace(open=jnp.ones_like(rows.open)))
+        before, shape = jax.tree.flatten(own(state))
+        fresh, width = [], 0  # leaves of the method's own state that drafting changes
+
+        def look():
+            nonlocal width
+            tree, _, inner, *_ = draft(params, state, roots, keep_growing)
+            width = tree.tokens.shape[1]
+            fresh[:] = [a is not b for a, b in zip(jax.tree.leaves(inner), before, strict=True)]
+            return tree
+
+        jax.eval_shape(look)
+
+        def wake():
+            tree, passes, inner, *said = draft(params, state, roots, keep_growing)
+            changed = [x for x, new in zip(jax.tree.leaves(inner), fresh, strict=True) if new]
+            return tree, passes, changed, *said
+
+        def pause():
+            same, one = [x for x, new in zip(before, fresh, strict=True) if new], jnp.float32(1.0)
+            return root_only(roots, width), jnp.int32(0), same, one, one
+
+        found = lax.cond(ledger.rest == 0, wake, pause) if rest else wake()
+        tree, passes, changed, price, promise = found
+        changed = iter(changed)  # what stays is not passed through the cond, which would copy it
+        inner = [next(changed) if new else x for x, new in zip(before, fresh, strict=True)]
+        ledger = ledger._replace(price=price, promise=promise)
         state = put(
-            state, inner, state.rows._replace(queue=queue, open=jnp.ones_like(state.rows.open))
+            state, jax.tree.unflatten(shape, inner), shared=state.shared._replace(ledger=ledger)
         )
-        if rest:
-            shapes = jax.eval_shape(lambda: draft(params, state, roots, keep_growing))
-            width = shapes[0].tokens.shape[1]
-
-            def pause():
-                one = jnp.float32(1.0)
-                return root_only(roots, width), jnp.int32(0), inner, one, jnp.array(False)
-
-            found = lax.cond(awake, lambda: draft(params, state, roots, keep_growing), pause)
-        else:
-            found = draft(params, state, roots, keep_growing)
-        tree, passes, inner, price, promising = found
-        ledger = ledger._replace(price=price, promising=promising)
-        state = put(state, inner, shared=state.shared._replace(ledger=ledger))
         return Proposal(tree, passes=passes), state
 
     def observe(params, state, verdict):
@@ -227,8 +235,16 @@ def _smart(method, rule, alpha, benefit, rest, room):
         inner = method.observe(params, own(state), verdict)
         took_part = rows.open & (verdict.tree.size > 0)
         awake = shared.ledger.rest == 0
-        calibration = learn(shared.calibration, verdict.tree, verdict.path, took_part & awake)
-        ledger = close_round(shared.ledger, verdict.count, took_part) if rest else shared.ledger
+        seen = verdict.tree, verdict.path, took_part
+        calibration, ledger = shared.calibration, shared.ledger
+        if rest:
+            calibration = lax.cond(awake, lambda c: learn(c, *seen), lambda c: c, calibration)
+            ledger = close_round(ledger, verdict.count, took_part)
+            wakes = (shared.ledger.rest == 1) & (ledger.rest == 0)
+            # Before a try, what was learned counts for less: a drafter that was bad then may be good now.
+            calibration = jax.tree.map(lambda x: jnp.where(wakes, x / 2, x), calibration)
+        else:
+            calibration = learn(calibration, *seen)
         rows = rows._replace(
             active=jnp.where(rows.open, took_part, rows.active), open=jnp.zeros_like(rows.open)
         )
