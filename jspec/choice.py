@@ -27,19 +27,22 @@ def choose_bucket(
     active: Bool[Array, " B"],
     buckets: Float[Array, " K"],
     seconds: Float[Array, " K"],
-    least: Int[Array, ""] | int = 0,
+    rate: Float[Array, ""] | None = None,
 ) -> Choice:
     """The exact optimum where the cost depends on the rows alone: the likeliest nodes of all, up to a bucket's edge.
 
     With each node's chance to be accepted never above its parent's, the best n nodes are closed under ancestors, so for
-    every bucket they are the best filling. The best bucket yields the most tokens a second.
+    every bucket they are the best filling. Without a ``rate`` the best bucket is the one whose round yields the most
+    tokens a second. But rounds differ, and what decoding as a whole yields is the ratio of two sums: that is greatest
+    when each round makes the most of tokens - rate * seconds, ``rate`` being that of the whole (renewal reward;
+    Dinkelbach's method): less is spent on rounds that promise little, more on those that promise much.
 
     Args:
       chances: of each drafted node; 0 at roots and wherever there is no node.
       active: rows that have a root.
       buckets: row counts, ascending; no more nodes are kept than the last one holds.
       seconds: of a whole round in each.
-      least: index of the smallest bucket to be taken.
+      rate: tokens a second that the seconds could yield elsewhere.
     """
     roots = active.sum()
     chances = jnp.where(active[:, None], chances, 0.0)
@@ -47,8 +50,10 @@ def choose_bucket(
     filled = jnp.clip(room, 0, chances.size)
     best = -jnp.sort(-chances.reshape(-1))
     sums = jnp.concatenate([jnp.zeros((1,)), jnp.cumsum(best)])
-    speed = jnp.where(room >= 0, (roots + sums[filled]) / jnp.maximum(seconds, 1e-9), -jnp.inf)
-    bucket = jnp.maximum(jnp.argmax(speed), least).astype(jnp.int32)
+    tokens = roots + sums[filled]
+    speed = jnp.where(room >= 0, tokens / jnp.maximum(seconds, 1e-9), -jnp.inf)
+    value = speed if rate is None else jnp.where(room >= 0, tokens - rate * seconds, -jnp.inf)
+    bucket = jnp.argmax(value).astype(jnp.int32)
     return Choice(_top(chances, best, filled[bucket]), bucket, speed.max())
 
 

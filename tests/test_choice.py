@@ -15,8 +15,8 @@ from tests.oracles import arrays_of, random_row
 
 
 @jax.jit
-def choose(chances, active, buckets, seconds, least=0):
-    return choose_bucket(chances, active, jnp.asarray(buckets, jnp.float32), seconds, least)
+def choose(chances, active, buckets, seconds, rate=None):
+    return choose_bucket(chances, active, jnp.asarray(buckets, jnp.float32), seconds, rate)
 
 
 def forest(seed, sizes, budget):
@@ -43,23 +43,29 @@ def closed_subsets(rows):
 
 
 @pytest.mark.parametrize("buckets", [(1, 2, 4, 8, 16), (3, 5, 16), (16,)])
+@pytest.mark.parametrize("rate", [None, 0.0, 1.0, 5.0])
 @pytest.mark.parametrize("seed", range(6))
-def test_no_tree_yields_more(seed, buckets):
+def test_no_tree_yields_more(seed, rate, buckets):
     _, rows, chances = forest(seed, [5, 4, 0], 5)
     active = jnp.asarray([True, True, False])
     buckets = (*(b for b in buckets if b < 15), 15)
     rng = np.random.default_rng(100 + seed)
     seconds = np.cumsum(rng.random(len(buckets))).astype(np.float32)
 
-    def speed(chosen):
+    def part(chosen):
         bucket = next(k for k, b in enumerate(buckets) if b >= 2 + len(chosen))
-        return (2 + sum(chances[at] for at in chosen)) / seconds[bucket]
+        return 2 + sum(chances[at] for at in chosen), seconds[bucket]
 
-    best = max(map(speed, closed_subsets(rows)))
-    choice = choose(jnp.asarray(chances), active, buckets, jnp.asarray(seconds))
+    def value(chosen):
+        tokens, spent = part(chosen)
+        return tokens / spent if rate is None else tokens - rate * spent
+
+    subsets = list(closed_subsets(rows))
+    choice = choose(jnp.asarray(chances), active, buckets, jnp.asarray(seconds), rate)
     mine = list(zip(*np.nonzero(np.asarray(choice.keep))))
-    assert speed(mine) == pytest.approx(best, rel=1e-5)
-    assert float(choice.speed) == pytest.approx(best, rel=1e-5)
+    assert value(mine) == pytest.approx(max(map(value, subsets)), rel=1e-5)
+    fastest = max(tokens / spent for tokens, spent in map(part, subsets))
+    assert float(choice.speed) == pytest.approx(fastest, rel=1e-5)
     assert all(rows[r][i][1] == 0 or (r, rows[r][i][1]) in mine for r, i in mine)
     assert 2 + len(mine) <= buckets[int(choice.bucket)]
     possible = int((chances > 0).sum())
@@ -76,16 +82,30 @@ def test_one_threshold_for_all_rows_and_ties_in_order():
     assert choice.keep.tolist() == want
 
 
-def test_roots_always_have_room_and_a_try_takes_more():
+def test_the_rate_of_the_whole_beats_that_of_each_round():
+    """Rounds of two kinds, half of each: by the rate that they come to, together they yield more than by their own."""
+    kinds = [jnp.asarray([[0, 0.9, 0.8, 0.7]]), jnp.asarray([[0, 0.5, 0.1, 0.1]])]
+    seconds, active = jnp.asarray([1.2, 1.6, 2.3]), jnp.ones(1, bool)
+
+    def whole(rate):
+        choices = [choose(chances, active, (1, 2, 4), seconds, rate) for chances in kinds]
+        tokens = sum(float(1 + jnp.where(c.keep, x, 0).sum()) for x, c in zip(kinds, choices))
+        return tokens / sum(float(seconds[c.bucket]) for c in choices)
+
+    rates = [whole(None)]
+    for _ in range(4):
+        rates.append(whole(rates[-1]))
+    assert rates[-1] == rates[-2] > rates[0]
+
+
+def test_roots_always_have_room():
     chances = jnp.asarray([[0, 0.1], [0, 0.1], [0, 0.1]])
     active = jnp.ones(3, bool)
     seconds = jnp.asarray([0.1, 1.0, 5.0, 9.0])
     choice = choose(chances, active, (2, 3, 4, 6), seconds)
     assert int(choice.bucket) == 1 and not choice.keep.any()  # 2 rows hold no 3 roots
-    choice = choose(chances, active, (2, 3, 4, 6), seconds, 2)
-    assert int(choice.bucket) == 2 and choice.keep.sum() == 1
-    assert float(choice.speed) == pytest.approx(3.0)  # of the best one still
-    nothing = choose(jnp.zeros((3, 2)), active, (2, 3, 4, 6), seconds, 3)
+    assert float(choice.speed) == pytest.approx(3.0)
+    nothing = choose(jnp.zeros((3, 2)), active, (2, 3, 4, 6), seconds, 0.0)
     assert not nothing.keep.any()
     asleep = choose(chances, jnp.zeros(3, bool), (2, 3, 4, 6), seconds)
     assert not asleep.keep.any()

@@ -78,10 +78,10 @@ def smart(
 ) -> Method:
     """Verifies as much of a method's trees as pays, and lets it draft only while that pays.
 
-    The exact rule takes the likeliest nodes of the whole batch up to the edge of the row bucket that yields the most
-    tokens a second. The marginal rule is the published one. A drafter that works level by level is stopped before a
-    level whose pass costs more than it can bring. Where even the best trees do not pay, drafting rests for a while: no
-    pass is run, and the method is shown later what became known meanwhile.
+    The exact rule takes the likeliest nodes of the whole batch, up to the edge of the row bucket that yields the most
+    tokens, less what its seconds yield elsewhere. The marginal rule is the published one. A drafter that works level by
+    level is stopped before a level whose pass costs more than it can bring. Where even the best trees do not pay,
+    drafting rests for a while: no pass is run, and the method is shown later what became known meanwhile.
 
     ``params["cost"]`` is a ``jspec.cost.table.Cost`` whose rows are the Plan's row buckets. Memory is a
     ``SmartMemory``: the method's own, the calibration and the ledger.
@@ -185,7 +185,8 @@ def _smart(method, rule, alpha, benefit, rest, room):
         edges = edge_values(tree)
         worth = along_paths(tree, chance(edges, jnp.maximum(tree.depths, 1)), needs.depth)
         worth = jnp.where(tree.parents >= 0, worth, 0.0)
-        keep = choose_bucket(worth, active, cost.rows, cost.verify + drafted).keep
+        rate = few * jnp.maximum(ledger.pace, 1.0) / plain  # what the same seconds yield elsewhere
+        keep = choose_bucket(worth, active, cost.rows, cost.verify + drafted, rate).keep
         if rule == "marginal":
             said = jnp.where(tree.parents >= 0, along_paths(tree, edges, needs.depth), 0.0)
             step = plain - cost.fixed
