@@ -60,7 +60,7 @@ class Options:
     ] = None
     budget: Annotated[
         int | None,
-        "nodes of a tree, root included, at most so many with smart; default: 32, with --smart off on a CPU 4 "
+        "nodes of a tree, root included, at most so many with smart; default: 32, on a CPU 8, without smart 4 "
         "(dflash and domino: the head's block)",
     ] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
