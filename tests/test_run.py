@@ -361,7 +361,7 @@ def test_a_config_file_and_overrides(tmp_path):
     )
     path.write_text("budget: 7\nsmart: off\nstop: [a, b]\nbaseline: false\nmax_new_tokens: 5\n")
     chosen = parse(["--config", str(path), "--budget", "9", "--baseline"])
-    assert chosen == Options(budget=9, stop=("a", "b"), max_new_tokens=5)
+    assert chosen == Options(budget=9, smart="off", stop=("a", "b"), max_new_tokens=5)
 
 
 @pytest.mark.parametrize(
