@@ -29,7 +29,7 @@ from jspec.methods import (
     token_recycling,
 )
 from jspec.models.load import Target
-from jspec.options import ONE_DEVICE, Options
+from jspec.options import Options
 from jspec.sampling import Sampling
 from jspec.state import Plan, capacity_for
 from jspec.text import usual_budget
@@ -162,8 +162,6 @@ def add_costs(job: Job) -> Job:
 def choose(options: Options, target: Target) -> Options:
     """The options with a method, and a head for one that has a head: where they name none, what suits the target.
 
-    ``smart`` is then on or off.
-
     Raises:
       ValueError: a method that has a head, and none is given or shipped.
     """
@@ -178,11 +176,7 @@ def choose(options: Options, target: Target) -> Options:
                 f"--method {method} drafts with a head, and none is shipped for this target: "
                 "give one with --head"
             )
-    smart = options.smart
-    if smart == "auto":
-        alone = options.mesh == ONE_DEVICE and not options.distributed
-        smart = "on" if alone and method != "ar" and options.budget != 1 else "off"
-    return dataclasses.replace(options, method=method, head=head, smart=smart)
+    return dataclasses.replace(options, method=method, head=head)
 
 
 def _suited(head: str) -> str:

@@ -19,7 +19,6 @@ from jspec.mesh import parse_mesh
 from jspec.models.load import DEFAULT_TARGET
 
 Switch = Literal["on", "off"]
-Choice = Literal["auto", "on", "off"]
 Attention = Literal["auto", "xla", "pallas"]
 MAX_BATCH = 1024
 ONE_DEVICE = "data=1,model=1"
@@ -60,8 +59,8 @@ class Options:
     ] = None
     budget: Annotated[
         int | None,
-        "nodes of a tree, root included, at most so many with smart; default: 32, on a CPU 8, without smart 4 "
-        "(dflash and domino: the head's block)",
+        "nodes of a tree, root included; default: 4 on a CPU, else 32 (dflash and domino: the head's block), "
+        "with --smart on 32",
     ] = None
     depth: Annotated[int | None, "of a tree, at most; default: the method's"] = None
     width: Annotated[
@@ -70,10 +69,8 @@ class Options:
         "eagle3, candidates of a slot of ddtree, nodes of a depth of dartree; default: the method's",
     ] = None
     smart: Annotated[
-        Choice,
-        "on: verify only the nodes that pay; measures the machine the first time; auto: on, on one device and "
-        "where there is something to choose",
-    ] = "auto"
+        Switch, "on: verify only the nodes that pay; measures the machine the first time"
+    ] = "off"
     graft: Annotated[
         Switch, "on: retrieved tokens where the drafter is unsure, by python -m jspec.thresholds"
     ] = "off"
@@ -146,7 +143,7 @@ class Drafting:
         """What ``python -m jspec.run`` would be given to decode so."""
         names = {field.name for field in dataclasses.fields(Options)}
         mine = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
-        return Options(**{"smart": "off", **mine, **changes})
+        return Options(**{**mine, **changes})
 
 
 def exit_status(work: Callable[[], None]) -> int:
@@ -192,10 +189,6 @@ class Parser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> typing.NoReturn:
         """Raises the error."""
         line = one_line(message, self.dash)
-        if switch := re.match(r"(--[\w.-]+): expected on or off", line):
-            words = str(self._option_string_actions[switch[1]].metavar).strip("{}").split(",")
-            if len(words) > 2:  # of a Literal with booleans, jsonargparse names but these
-                line = line.replace("on or off", f"one of {', '.join(words)}")
         wrong = re.search(r"[Uu]nrecognized arguments: (--[\w.-]+)", line)
         if wrong and (near := difflib.get_close_matches(wrong[1], self._option_string_actions, 1)):
             line = f"{line} (is {near[0]} meant?)"
@@ -268,7 +261,7 @@ def parse_into(kind: type, argv: Sequence[str] | None, program: str, description
         value = chosen[field.name]
         if value is None and field.default is not None:
             raise ValueError(f"{_flag(field.name)} must not be null: leave it out")
-        if typing.get_args(field.type)[0] in (Switch, Choice) and isinstance(value, bool):
+        if typing.get_args(field.type)[0] is Switch and isinstance(value, bool):
             value = "on" if value else "off"  # what YAML makes of them
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
@@ -283,9 +276,8 @@ def _add(parser: Parser, field: dataclasses.Field) -> None:
         keywords |= {"type": str, "nargs": "+", "metavar": "TEXT"}
     elif isinstance(kind, types.UnionType):  # X | None
         keywords["type"] = typing.get_args(kind)[0]
-    elif kind in (Switch, Choice):
-        words = typing.get_args(kind)
-        keywords |= {"type": Literal[*words, True, False], "metavar": f"{{{','.join(words)}}}"}
+    elif kind is Switch:
+        keywords |= {"type": Literal["on", "off", True, False], "metavar": "{on,off}"}
     else:
         keywords["type"] = kind
     parser.add_argument(_flag(field.name), **keywords)

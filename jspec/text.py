@@ -26,8 +26,7 @@ from jspec.stopping import cut_at, stop_table
 # Nodes of a tree where the user names no number. On a CPU the fastest of 4, 16 and 64 without a head, and of 4, 8 and
 # 16 with one (experiments/baselines, experiments/jetspec); on accelerators, where rows cost less, none was measured.
 CPU_BUDGET, ACCELERATOR_BUDGET = 4, 32
-# Where smart chooses among them: on a CPU 60 were no better by replay (experiments/smart).
-SMART_CPU_BUDGET, SMART_ACCELERATOR_BUDGET = 8, 32
+SMART_BUDGET = 32  # where smart chooses among them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +46,9 @@ class Answer:
 
 def usual_budget(smart: bool = False) -> int:
     """Nodes of a tree where the user names no number; most of them, where ``smart`` chooses."""
-    if jax.default_backend() == "cpu":
-        return SMART_CPU_BUDGET if smart else CPU_BUDGET
-    return SMART_ACCELERATOR_BUDGET if smart else ACCELERATOR_BUDGET
+    if smart:
+        return SMART_BUDGET
+    return CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET
 
 
 def default_method(head: Head | None = None, budget: int | None = None) -> Method:

@@ -358,7 +358,7 @@ def arguments(folder, path, *more):
     """Arguments of ``python -m jspec.run`` that decode two prompts and report to a path."""
     words = ["--target", str(folder), "--method", "prompt_lookup", "--max-new-tokens", "12"]
     words += ["--prompt", "ABCABC", "HELLO HELLO", "--batch", "2", "--accel", "cpu"]
-    return [*words, "--temperature", "0.7", "--smart", "off", "--json", str(path), *more]
+    return [*words, "--temperature", "0.7", "--json", str(path), *more]
 
 
 def tokens_of(path):

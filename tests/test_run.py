@@ -103,7 +103,7 @@ def command(folder, tmp_path, capsys):
 
     def call(*argv):
         out = tmp_path / "out.json"
-        small = ["--target", str(folder), "--max-new-tokens", "12", "--smart", "off"]
+        small = ["--target", str(folder), "--max-new-tokens", "12"]
         if "ar" not in argv:
             small += ["--budget", "2"]  # compiles fast
         assert run.main([*small, "--json", str(out), *argv]) == 0
@@ -235,9 +235,6 @@ def test_the_shipped_head_of_a_target_is_found(
             chosen("--method", method)
 
     assert chosen() == ("prompt_lookup", None)
-    off = (["--method", "ar"], ["--budget", "1"], ["--mesh", "model=2"], ["--smart", "off"])
-    for argv, smart in [(argv, "off") for argv in off] + [([], "on"), (["--smart", "on"], "on")]:
-        assert job.choose(parse(argv), target).smart == smart
     refused("jetspec")
     config, params = checkpoint.read_head(head)
     export_head(shipped / "b-causal", config, params)
@@ -361,7 +358,7 @@ def test_a_config_file_and_overrides(tmp_path):
     )
     path.write_text("budget: 7\nsmart: off\nstop: [a, b]\nbaseline: false\nmax_new_tokens: 5\n")
     chosen = parse(["--config", str(path), "--budget", "9", "--baseline"])
-    assert chosen == Options(budget=9, smart="off", stop=("a", "b"), max_new_tokens=5)
+    assert chosen == Options(budget=9, stop=("a", "b"), max_new_tokens=5)
 
 
 @pytest.mark.parametrize(
@@ -419,8 +416,7 @@ BAD = {
     "an unknown head": (["--method", "dflash", "--head", "x"], "no head 'x': give "),
     "a width of a chain": (["--method", "dflash", "--head", "x", "--width", "2"], "no width"),
     "smart": (["--smart", "on", "--method", "ar"], "--smart on has nothing to choose"),
-    "no switch": (["--graft", "perhaps"], "--graft: expected on or off, got perhaps"),
-    "no choice": (["--smart", "perhaps"], "--smart: expected one of auto, on, off, got perhaps"),
+    "no switch": (["--smart", "perhaps"], "--smart: expected on or off, got perhaps"),
     "graft": (["--graft", "on", "--method", "ar"], "--graft on has no room with a budget of 1"),
     "no mesh": (["--mesh", "2x4"], "mesh must be like data=2,model=4, got '2x4'"),
     "a mesh for no batch": (
@@ -564,7 +560,7 @@ def test_an_interrupted_run_ends_quietly(folder, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run.Comparison, "__iter__", interrupted)
-    assert run.main(["--target", str(folder), "--prompt", "HI", "--smart", "off"]) == 130
+    assert run.main(["--target", str(folder), "--prompt", "HI"]) == 130
     assert capsys.readouterr() == ("", SAID)
 
 

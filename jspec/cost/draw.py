@@ -65,7 +65,7 @@ def draw_profiles(profiles: Sequence[Profile], path: Path) -> None:
         name = f"batch {setting.batch}, cache {setting.capacity}"
         name += " (estimate)" if profile.estimate else ""
         for axis, by in ((whole, np.ones_like), (single, np.asarray)):
-            inner = np.interp(between, rows, np.minimum.accumulate(verify[::-1])[::-1])
+            inner = np.interp(between, rows, np.maximum.accumulate(verify))
             axis.plot(rows, 1e3 * verify / by(rows), "o", color=color, label=name)
             axis.plot(between, 1e3 * inner / by(between), color=color, lw=1)
             said = profile.fit.verify(between)

@@ -30,10 +30,7 @@ def make_cost(
     fixed: float | int = 0.0,
     fit: Numbers = (0.0, 0.0, 0.0, 1.0),
 ) -> Cost:
-    """A ``Cost`` from numbers, made monotone: a count takes no longer than a larger one was measured to take.
-
-    (What disturbs a measurement adds time. A first bucket that was measured too slow would else make all others look
-    free.)
+    """A ``Cost`` from numbers, made monotone: where a larger count was measured faster, the slower time counts.
 
     Raises:
       ValueError: rows that do not ascend from 1 or above, as many times as rows, or a number that is no time.
@@ -53,7 +50,7 @@ def make_cost(
         raise ValueError("verify must be above 0 seconds")
     if fit.shape != (4,) or not np.isfinite(fit).all():
         raise ValueError(f"fit must be 4 finite numbers, got {fit.tolist()}")
-    rising = (np.minimum.accumulate(x[::-1])[::-1] for x in (verify, draft))
+    rising = (np.maximum.accumulate(x) for x in (verify, draft))
     return Cost(*(jnp.asarray(x, jnp.float32) for x in (rows, *rising, fixed, fit)))
 
 

@@ -103,18 +103,17 @@ def test_smart_on_the_command_line(folder, kept, measured, capsys, tmp_path):
     argv = ["--target", str(folder), "--max-new-tokens", "24", "--method", "token_recycling"]
     argv += ["--prompt", "one two one two", "--budget", "4", "--json", str(tmp_path / "out.json")]
     reports = {}
-    for smart in ("on", "auto", "off"):
+    for smart in ("on", "on", "off"):
         assert run.main([*argv, "--smart", smart]) == 0
         said = capsys.readouterr()
-        used = "off" if smart == "off" else "on"
-        assert f"budget 4, smart {used}" in said.out and said.err.startswith("jspec: compiling")
+        assert f"budget 4, smart {smart}" in said.out and said.err.startswith("jspec: compiling")
         reports[smart] = json.loads((tmp_path / "out.json").read_text())
-        assert reports[smart]["smart"] == (used == "on")
+        assert reports[smart]["smart"] == (smart == "on")
         assert reports[smart]["summary"]["identical_to_ar"] == "1/1"
     assert len(measured) == 1
     assert measured[0].method == "smart(token_recycling)" and measured[0].batch == 1
-    on, auto, off = (reports[x]["results"][0]["tokens"] for x in ("on", "auto", "off"))
-    assert on == auto == off
+    on, off = (reports[x]["results"][0]["tokens"] for x in ("on", "off"))
+    assert on == off
 
 
 @pytest.mark.parametrize("argv", [["--method", "ar"], ["--budget", "1"]])

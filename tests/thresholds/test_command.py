@@ -64,7 +64,7 @@ def test_it_calibrates_keeps_and_decoding_uses_it(asked, kept, capsys, tmp_path)
     out = tmp_path / "out.json"
     reports = []
     for graft_too in (["--graft", "on"], []):
-        assert run.main([*asked, *graft_too, "--smart", "off", "--json", str(out)]) == 0
+        assert run.main([*asked, *graft_too, "--json", str(out)]) == 0
         assert f"graft {'on' if graft_too else 'off'}" in capsys.readouterr().out
         reports.append(json.loads(out.read_text()))
     assert [report["graft"] for report in reports] == [True, False]

@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_between_two_checkpoints(made, target, tmp_path, m
 
 def test_a_trained_head_is_decoded_with(made, target, tmp_path, capsys):
     argv = ["--target", str(target), "--method", "jetspec", "--head", str(made / "run" / "head")]
-    small = ["--budget", "3", "--max-new-tokens", "8", "--prompt", "HELLO", "A", "--smart", "off"]
+    small = ["--budget", "3", "--max-new-tokens", "8", "--prompt", "HELLO", "A"]
     assert run.main([*argv, *small, "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["summary"]["identical_to_ar"] == "2/2"
@@ -218,7 +218,7 @@ def test_a_correction_added_to_a_head(made, target, tmp_path, capsys):
     assert rows[1]["hits"] == rows[1]["base_hits"]
     assert "a GRU of width 8 and a projection of rank 4" in (head / "README.md").read_text()
     capsys.readouterr()
-    small = ["--budget", "5", "--max-new-tokens", "8", "--prompt", "HELLO", "--smart", "off"]
+    small = ["--budget", "5", "--max-new-tokens", "8", "--prompt", "HELLO"]
     argv = ["--target", str(target), "--head", str(head), *small]
     assert run.main([*argv, "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())

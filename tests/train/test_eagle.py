@@ -193,7 +193,7 @@ def test_from_text_to_decoding_by_the_commands(tiny_model, tmp_path, monkeypatch
     # It is decoded with, by the method that suits it; another method refuses it.
     capsys.readouterr()
     argv = ["--target", str(folder), "--head", str(head), "--budget", "5", "--max-new-tokens", "8"]
-    argv += ["--prompt", "HELLO", "A", "--smart", "off", "--json", str(tmp_path / "out.json")]
+    argv += ["--prompt", "HELLO", "A", "--json", str(tmp_path / "out.json")]
     assert run.main([*argv, "--depth", "2", "--width", "3"]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert (report["method"], report["depth"], report["width"]) == ("eagle3", 2, 3)
