@@ -1,9 +1,11 @@
 """What a drafter's probabilities are worth: of the edges that the target was asked about, how many it took.
 
 An edge is known to be right or wrong where its parent was accepted; of the others the verifier says nothing. Counts are
-kept by the edge's depth and by the drafter's probability of it, on the device. The idea of a calibrated product along a
-path is the exact form of what SMART (arXiv 2604.09731) takes its drafter's probabilities for: for the match rule the
-expected number of accepted nodes is the sum of the nodes' path probabilities.
+kept by the edge's depth and by the drafter's probability of it, on the device. The probabilities are a few knots,
+between which an edge is counted and read with the same weights: counted at one knot alone, it would be read half by
+another one that never learns. The idea of a calibrated product along a path is the exact form of what SMART (arXiv
+2604.09731) takes its drafter's probabilities for: for the match rule the expected number of accepted nodes is the sum
+of the nodes' path probabilities.
 """
 
 from typing import NamedTuple
@@ -15,16 +17,32 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.tree import Tree, take
 
-# Bins, finer where good drafters' best candidates are.
-EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+# Probabilities, closer to each other where good drafters' best candidates are.
+KNOTS = (
+    0.005,
+    0.015,
+    0.035,
+    0.075,
+    0.15,
+    0.25,
+    0.35,
+    0.45,
+    0.55,
+    0.65,
+    0.75,
+    0.85,
+    0.925,
+    0.97,
+    0.995,
+)
 DEPTHS = (2, 3, 4, 6, 9)  # first depth of each bin but the first
 WEIGHT = 4.0  # of the prior, in edges
-KEPT = 128.0  # edges a bin remembers: more are scaled down to it, so that old ones fade
-_CENTERS = np.convolve((0.0, *EDGES, 1.0), (0.5, 0.5), "valid").astype(np.float32)
+KEPT = 128.0  # edges a knot remembers: more are scaled down to it, so that old ones fade
+_KNOTS = np.asarray(KNOTS, np.float32)
 
 
 class Calibration(NamedTuple):
-    """Edges seen and edges accepted, by depth bin and probability bin."""
+    """Edges seen and edges accepted, by depth bin and knot."""
 
     tried: Float[Array, "D Q"]
     hit: Float[Array, "D Q"]
@@ -32,7 +50,7 @@ class Calibration(NamedTuple):
 
 def no_calibration() -> Calibration:
     """Counts of nothing."""
-    shape = (len(DEPTHS) + 1, len(_CENTERS))
+    shape = (len(DEPTHS) + 1, len(_KNOTS))
     return Calibration(jnp.zeros(shape), jnp.zeros(shape))
 
 
@@ -44,12 +62,12 @@ def edge_values(tree: Tree) -> Float[Array, "B N"]:
 
 
 def estimates(calibration: Calibration, alpha: float) -> Float[Array, "D Q"]:
-    """The chance of an edge by depth and probability bin, never decreasing with the drafter's probability.
+    """The chance of an edge by depth bin and knot, never decreasing with the drafter's probability.
 
     Where little was seen, it is what all depths say; where nothing, ``alpha`` times the drafter's probability.
     """
     tried, hit = calibration
-    pooled = (hit.sum(axis=0) + WEIGHT * alpha * _CENTERS) / (tried.sum(axis=0) + WEIGHT)
+    pooled = (hit.sum(axis=0) + WEIGHT * alpha * _KNOTS) / (tried.sum(axis=0) + WEIGHT)
     each = (hit + WEIGHT * pooled) / (tried + WEIGHT)
     return _rising(each, tried + 1e-3)
 
@@ -75,21 +93,25 @@ def depth_bin(depths: Int[Array, "*n"]) -> Int[Array, "*n"]:
 def calibrated(
     table: Float[Array, "D Q"], edges: Float[Array, "*n"], depths: Int[Array, "*n"]
 ) -> Float[Array, "*n"]:
-    """The chance of edges: between the estimates of the bins around, 0 where the drafter's probability is 0.
+    """The chance of edges: between the estimates at the knots around, 0 where the drafter's probability is 0.
 
     Args:
       table: of ``estimates``.
       edges: the drafter's probabilities.
       depths: of the edges' lower ends.
     """
-    known = jnp.asarray((0.0, *_CENTERS, 2.0), jnp.float32)
-    values = jnp.pad(table, [(0, 0), (1, 0)])
-    values = jnp.concatenate([values, values[:, -1:]], axis=1)  # flat beyond the last centre
-    at = (edges[..., None] > _CENTERS).sum(axis=-1)
+    low, high, part = _around(edges)
     row = depth_bin(depths)
-    low, high = values[row, at], values[row, at + 1]
-    part = (edges - known[at]) / (known[at + 1] - known[at])
-    return jnp.clip(low + part * (high - low), 0.0, 1.0)
+    chance = table[row, low] + part * (table[row, high] - table[row, low])
+    return jnp.clip(chance * jnp.minimum(edges / _KNOTS[0], 1.0), 0.0, 1.0)
+
+
+def _around(edges):
+    """The knots around each edge, and how much of it the upper one has; beyond the outermost, that one twice."""
+    above = (edges[..., None] > _KNOTS).sum(axis=-1)
+    low, high = jnp.maximum(above - 1, 0), jnp.minimum(above, len(_KNOTS) - 1)
+    first, knots = jnp.asarray(_KNOTS)[low], jnp.asarray(_KNOTS)
+    return low, high, jnp.where(low < high, (edges - first) / (knots[high] - first + 1e-9), 0.0)
 
 
 def along_paths(tree: Tree, edges: Float[Array, "B N"], depth: int) -> Float[Array, "B N"]:
@@ -122,13 +144,12 @@ def learn(
     accepted = (path[:, :, None] == nodes).any(axis=1)
     edges = edge_values(tree)
     known = (edges > 0) & counted[:, None] & take(accepted, jnp.maximum(tree.parents, 0))
-    shape = calibration.tried.shape
-    at = depth_bin(tree.depths) * shape[1] + (edges[..., None] > np.asarray(EDGES)).sum(axis=-1)
-    at = jnp.where(known, at, shape[0] * shape[1]).reshape(-1)
+    low, high, part = _around(edges)
+    row = jnp.where(known, depth_bin(tree.depths), calibration.tried.shape[0])  # beyond: dropped
 
     def count(which):
-        empty = jnp.zeros((shape[0] * shape[1],))
-        return empty.at[at].add(which.reshape(-1).astype(jnp.float32), mode="drop").reshape(shape)
+        empty = jnp.zeros_like(calibration.tried).at[row, low].add(which * (1 - part), mode="drop")
+        return empty.at[row, high].add(which * part, mode="drop")
 
     tried = calibration.tried + count(known)
     hit = calibration.hit + count(known & accepted)
