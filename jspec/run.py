@@ -224,6 +224,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "batch": options.batch,
         "depth": job.plan.method.needs.depth,
         "width": options.width,
+        "detail": job.plan.method.detail,
         "attention": options.attention,
         "mesh": options.mesh,
         "max_new_tokens": options.max_new_tokens,

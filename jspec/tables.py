@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jspec.method import MAX_BUDGET, check_range
 from jspec.tree import HEAD, Tree, canonical, from_paths, root_only, take
 
 
@@ -29,7 +30,11 @@ def chain_tree(
       logps: their log-probabilities.
       roots: tokens of the roots.
       budget: node axis of the result, root included.
+
+    Raises:
+      ValueError: a budget out of range.
     """
+    check_range("budget", budget, 1, MAX_BUDGET)
     if budget == 1 or 0 in logps.shape:
         return root_only(roots, budget)
     tokens, edges = _best(tokens, logps, 1)
@@ -54,7 +59,11 @@ def best_first_tree(
       logps: their log-probabilities.
       roots: tokens of the roots.
       budget: node axis of the result, root included.
+
+    Raises:
+      ValueError: a budget out of range.
     """
+    check_range("budget", budget, 1, MAX_BUDGET)
     if budget == 1 or 0 in logps.shape:
         return root_only(roots, budget)
     tokens, edges = _best(tokens, logps, budget - 1)
@@ -113,7 +122,11 @@ def exact_tree(
       logps: their log-probabilities.
       roots: tokens of the roots.
       budget: node axis of the result, root included.
+
+    Raises:
+      ValueError: a budget out of range.
     """
+    check_range("budget", budget, 1, MAX_BUDGET)
     if budget == 1 or 0 in logps.shape:
         return root_only(roots, budget)
     keep = budget - 1
@@ -153,6 +166,7 @@ def exact_tree(
 def _best(tokens, logps, most):
     """The best ``most`` candidates of every depth, best first (ties: lower index), and their log-probabilities."""
     edges = jnp.where(logps > -jnp.inf, jnp.minimum(logps.astype(jnp.float32), 0), -jnp.inf)
+    edges = jnp.where(edges == 0, 0.0, edges)  # top_k ranks -0.0 below 0.0
     mine, theirs = edges[..., :, None], edges[..., None, :]
     index = jnp.arange(edges.shape[-1])
     before = (theirs > mine) | ((theirs == mine) & (index < index[:, None]))

@@ -201,3 +201,18 @@ def test_compiles_once(builder):
     for kind in ("ties", "wild", "real"):
         tokens, logps = random_table(np.random.default_rng(2), 3, 4, kind, 1)
         step(tokens, logps, np.array([1], np.int32), 12)
+
+
+def test_zeros_of_either_sign_are_equal():
+    tokens, logps = jnp.asarray([[[5, 6]]]), jnp.asarray([[[-0.0, 0.0]]])
+    for builder in BUILDERS:
+        tree = builder(tokens, logps, jnp.asarray([1]), 3)
+        assert tree.tokens[0, 1] == 5
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("budget", [0, -1, 10**6])
+def test_a_budget_that_no_tree_has(builder, budget):
+    table = jnp.zeros((1, 2, 3), jnp.int32), jnp.zeros((1, 2, 3)), jnp.zeros((1,), jnp.int32)
+    with pytest.raises(ValueError, match="budget must be in 1"):
+        builder(*table, budget)

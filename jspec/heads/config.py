@@ -238,7 +238,9 @@ def check_kind(method: str, config, kind: type) -> None:
       HeadError: it is another one.
     """
     if not isinstance(config, kind):
-        there = getattr(config, "called", repr(config))
+        there = getattr(config, "called", f"a {type(config).__name__}")
+        if isinstance(getattr(config, "config", None), kind):
+            there += ": give its .config"
         raise HeadError(f"the head of {method} must be {kind.called}, this one is {there}")
 
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Key
 from jspec.attention import tree_attention
 from jspec.decode import write_rows
 from jspec.heads.config import HeadConfig
+from jspec.method import check_range
 from jspec.models.products import product
 from jspec.models.transformer import (
     Attend,
@@ -216,7 +217,7 @@ def draft_block(
       ValueError: a depth beyond the block that the head was trained on.
     """
     if not 1 <= depth <= config.depth:
-        raise ValueError(f"depth must be in 1..{config.depth}, the head's block, got {depth}")
+        raise ValueError(f"depth must be in 1..{config.depth}, as the head drafts, got {depth}")
     used = depth + config.first_slot
     batch, size = roots.shape[0], used if config.causal else config.block_size
     positions = cache.length[:, None] + jnp.arange(size)
@@ -270,7 +271,7 @@ def draft_table(
     """The ``width`` best tokens of each of ``depth`` slots after each root: one pass of the head.
 
     Raises:
-      ValueError: a depth beyond the head's block, a width beyond its vocabulary.
+      ValueError: a depth beyond what the head drafts, a width beyond its vocabulary.
     """
     hidden = draft_block(config, head, target_params, cache, roots, depth)
     shape = (roots.shape[0], depth, width)
@@ -283,9 +284,10 @@ def best_drafts(
     """The ``width`` best tokens of each column, and their log-probabilities: see ``DraftTable``.
 
     Raises:
-      ValueError: a width beyond the head's vocabulary.
+      ValueError: a width out of range: 1 to the head's vocabulary.
     """
     logits = draft_logits(head, target_params, hidden)
+    check_range("width", width, 1, logits.shape[0])
     best, tokens = top_k(logits, width)
     logps = best - jax.nn.logsumexp(logits, axis=0)[:, None]
     return head["draft_ids"][tokens] if "draft_ids" in head else tokens, logps

@@ -34,7 +34,7 @@ def dartree(
     Args:
       head_config: of ``params["head"]``, with a correction; the paper's is bidirectional, a causal one does too.
       budget: most nodes, root included (the paper's 64 leave it out).
-      depth: tokens drafted, at most; default: the head's block.
+      depth: tokens drafted, at most; default: as far as the head drafts.
       width: nodes kept of a depth; default: 12, as published, but three times as many as "fixed" keeps of the first
         where that is more, and never more than the budget can use. "fixed" has none.
       variant: "pruned" or "fixed".
@@ -44,7 +44,7 @@ def dartree(
         the other tokens count with the slot's own logits; not published.
 
     Raises:
-      ValueError: an argument out of range, a depth beyond the head's block, or a head without a correction.
+      ValueError: an argument out of range, a depth beyond what the head drafts, or a head without a correction.
     """
     depth = check_shape(head_config, budget, depth)
     check_range("candidates", candidates, 1)

@@ -14,11 +14,11 @@ def ddtree(
     Args:
       head_config: of ``params["head"]``; the paper's is bidirectional, a causal one does too.
       budget: most nodes, root included.
-      depth: slots drafted, at most; default: the head's block.
+      depth: slots drafted, at most; default: as far as the head drafts.
       width: candidates of a slot, at most; default: as many as the budget can hold, with which the tree is exact.
 
     Raises:
-      ValueError: an argument below 1, or a depth beyond the head's block.
+      ValueError: an argument below 1, or a depth beyond what the head drafts.
     """
     width = max(budget - 1, 1) if width is None else width
     return one_pass("ddtree", exact_tree, head_config, budget, depth, width)

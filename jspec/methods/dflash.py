@@ -12,9 +12,9 @@ def dflash(head_config: HeadConfig, budget: int, depth: int | None = None) -> Me
     Args:
       head_config: of ``params["head"]``; the paper's is bidirectional, a causal one does too.
       budget: most nodes, root included; a chain uses no more than its depth and the root.
-      depth: slots drafted, at most; default: the head's block.
+      depth: slots drafted, at most; default: as far as the head drafts.
 
     Raises:
-      ValueError: an argument below 1, or a depth beyond the head's block.
+      ValueError: an argument below 1, or a depth beyond what the head drafts.
     """
     return one_pass("dflash", chain_tree, head_config, budget, depth, 1)

@@ -13,10 +13,10 @@ def domino(head_config: HeadConfig, budget: int, depth: int | None = None) -> Me
     Args:
       head_config: of ``params["head"]``, with a correction; the paper's is bidirectional, a causal one does too.
       budget: most nodes, root included; a chain uses no more than its depth and the root.
-      depth: tokens drafted, at most; default: the head's block.
+      depth: tokens drafted, at most; default: as far as the head drafts.
 
     Raises:
-      ValueError: an argument below 1, a depth beyond the head's block, or a head without a correction.
+      ValueError: an argument below 1, a depth beyond what the head drafts, or a head without a correction.
     """
     depth = check_shape(head_config, budget, depth)
     return corrected("domino", best_of_all, head_config, budget, depth, 1)

@@ -14,10 +14,10 @@ def jetspec(
     Args:
       head_config: of ``params["head"]``; the paper's is causal, a bidirectional one does too.
       budget: most nodes, root included.
-      depth: slots drafted, at most; default: the head's block.
+      depth: slots drafted, at most; default: as far as the head drafts.
       width: children of a node, at most.
 
     Raises:
-      ValueError: an argument below 1, or a depth beyond the head's block.
+      ValueError: an argument below 1, or a depth beyond what the head drafts.
     """
     return one_pass("jetspec", best_first_tree, head_config, budget, depth, width)

@@ -30,12 +30,12 @@ def one_pass(
       build: of ``jspec.tables``.
       head_config: of the head: causal or bidirectional.
       budget: most nodes, root included; 1 drafts nothing and is autoregressive decoding.
-      depth: slots drafted, at most; cut to what the budget can hold as a chain. Default: the head's block, which a
-        bidirectional head runs whole at any depth.
+      depth: slots drafted, at most; cut to what the budget can hold as a chain. Default: as far as the head drafts;
+        a bidirectional one runs its whole block at any depth.
       width: candidates of a slot, at most.
 
     Raises:
-      ValueError: an argument below 1, a depth beyond the head's block, or a head of another kind.
+      ValueError: an argument below 1, a depth beyond what the head drafts, or a head of another kind.
     """
     check_kind(name, head_config, HeadConfig)
     depth = check_shape(head_config, budget, depth)
@@ -48,7 +48,7 @@ def check_shape(head_config: HeadConfig, budget: int, depth: int | None) -> int:
     """The depth to draft: what is asked for, default the head's block, cut to what the budget can hold as a chain.
 
     Raises:
-      ValueError: an argument below 1, or a depth beyond the head's block.
+      ValueError: an argument below 1, or a depth beyond what the head drafts.
     """
     depth = head_config.depth if depth is None else depth
     check_range("budget", budget, 1, MAX_BUDGET)

@@ -122,7 +122,7 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
         ffn_size=_size(config, "intermediate_size"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -264,9 +264,15 @@ def _known(arch):
 
 def _size(config, key):
     size = config.get(key)
-    if not isinstance(size, int) or not 1 <= size <= _LARGEST:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
         raise TargetError(f"config.json lacks an integer {key!r} in 1..{_LARGEST}")
     return size
+
+
+def _number(key, value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TargetError(f"{key} in config.json must be a number, got {value!r}")
+    return float(value)
 
 
 def _possible(**values):
@@ -302,7 +308,14 @@ def _rope(config, max_positions):
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise TargetError(f"partial rotary embeddings ({partial}) are not supported")
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = next(
+        (
+            _number("rope_theta", x["rope_theta"])
+            for x in (rope, config)
+            if x.get("rope_theta") is not None
+        ),
+        10000.0,
+    )
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None

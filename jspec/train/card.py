@@ -60,7 +60,7 @@ def model_card(
     training = {
         "steps": f"{options.optim.steps:,}; these are the weights of step {best:,}",
         "step": _listed(options.batch),
-        "dtype": f"{products} in products, fp32 in what is trained",
+        "dtype": f"{products} in products, float32 in what is trained",
         "loss": _listed(options.loss),
         "optimiser": f"AdamW, linear warm-up, cosine to zero; {_listed(options.optim)}",
     }

@@ -6,6 +6,7 @@ never been stopped.
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +39,13 @@ def read_texts(folder: Path) -> list[Text]:
             tokens, lengths, starts = (file[k] for k in ("tokens", "lengths", "starts"))
         with _readable(states):
             taps = np.load(states, mmap_mode="r", allow_pickle=False) if states.exists() else None
-        if lengths.sum() != len(tokens) or (taps is not None and len(taps) != (lengths - 1).sum()):
+        for name, of in {"tokens": tokens, "lengths": lengths, "starts": starts}.items():
+            if of.ndim != 1 or not np.issubdtype(of.dtype, np.integer):
+                raise ValueError(f"{path} is damaged: its {name} must be a row of whole numbers")
+        if len(starts) != len(lengths) or (lengths < 1).any() or lengths.sum() != len(tokens):
             raise ValueError(f"{path} is damaged: its lengths do not add up")
+        if taps is not None and (taps.ndim != 3 or len(taps) != (lengths - 1).sum()):
+            raise ValueError(f"{states} is damaged: it does not hold the states of {path.name}")
         ends = np.cumsum(lengths)
         for number, (end, length, start) in enumerate(zip(ends, lengths, starts, strict=True)):
             if length - start < 2 or start < 1:
@@ -78,7 +84,7 @@ def read_libraries(folders: Sequence[Path], target: str) -> tuple[list[Text], tu
             raise ValueError(f"{folder} is given twice: its held-out texts would be trained on")
         try:
             said = read_json(folder / "text.json")
-            taps = tuple(said["taps"])
+            taps = tuple(map(operator.index, said["taps"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} is no library of text: {error}") from None
         if said.get("target") != target:
@@ -91,7 +97,7 @@ def read_libraries(folders: Sequence[Path], target: str) -> tuple[list[Text], tu
             )
         kept = taps
         found = read_texts(folder)
-        if taps and any(text.taps is None for text in found):
+        if taps and any(text.taps is None or text.taps.shape[1] != len(taps) for text in found):
             raise ValueError(f"{folder / 'taps'} lacks the taps of some of the texts")
         texts += found
     return texts, kept
@@ -100,15 +106,29 @@ def read_libraries(folders: Sequence[Path], target: str) -> tuple[list[Text], tu
 def split(texts: Sequence[Text], held_out: int) -> tuple[list[Text], list[Text]]:
     """Texts for training, in order, and ``held_out`` others: the same ones for every run on these texts.
 
+    A text that answers a held-out one's prompt is neither (libraries may have prompts in common).
+
     Raises:
       ValueError: not enough texts.
     """
     if held_out >= len(texts):
-        raise ValueError(f"held_out must be below the {len(texts)} texts there are, got {held_out}")
+        raise ValueError(
+            f"optim.held_out must be below the {len(texts)} texts there are, got {held_out}"
+        )
     order = np.random.default_rng(0).permutation(len(texts))
-    chosen = set(order[:held_out].tolist())
-    train = [text for i, text in enumerate(texts) if i not in chosen]
-    return train, [texts[i] for i in order[:held_out]]
+    apart = [texts[i] for i in order[:held_out]]
+    chosen, asked = set(order[:held_out].tolist()), set(map(_asked, apart))
+    train = [text for i, text in enumerate(texts) if i not in chosen and _asked(text) not in asked]
+    if not train:
+        raise ValueError(
+            f"optim.held_out: every other text answers the prompt of one of these {held_out}"
+        )
+    return train, apart
+
+
+def _asked(text):
+    """The prompt of a text; the whole of one that has only a first token before it."""
+    return (text.tokens if text.start == 1 else text.tokens[: text.start]).tobytes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +152,16 @@ class BatchConfig:
 
     def __post_init__(self):
         for name in ("texts", "anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or above, got {getattr(self, name)}")
+            for most in (None, 1 << 16):
+                check_range(name, getattr(self, name), 1, most)
         check_range("seed", self.seed, 0, 1 << 31)
         if (
             not self.lengths
             or sorted(set(self.lengths)) != list(self.lengths)
             or self.lengths[0] < 3
+            or self.lengths[-1] > 1 << 20
         ):
-            raise ValueError(f"lengths must ascend from 3 or above, got {self.lengths}")
+            raise ValueError(f"lengths must ascend from 3 or above to 2^20, got {self.lengths}")
 
 
 class Batch(NamedTuple):

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from jspec.checkpoint import readable
+from jspec.files import check_writable
+from jspec.heads.config import HeadError
 from jspec.heads.correction import taught_inputs
 from jspec.heads.kinds import AnyConfig, code_of
 from jspec.mesh import DATA, check_batch, check_heads, param_shardings, shard_params
@@ -31,6 +33,7 @@ from jspec.state import Plan
 from jspec.train.data import Batch, BatchConfig, Batches, Text
 from jspec.train.evaluation import evaluate, held_out_recordings, long_enough
 from jspec.train.features import target_taps, with_taps
+from jspec.train.interrupts import put_off
 from jspec.train.log import add_row, forget_after
 from jspec.train.losses import Corrected, LossConfig, base_share, block_loss
 from jspec.train.optim import OptimConfig, optimizer
@@ -200,6 +203,7 @@ class Trainer:
         draft_ids: Int[np.ndarray, " Vd"] | None = None,
         as_params: Callable[[dict], dict] = lambda head: head,
         init: dict[str, Any] | None = None,
+        resume: bool = True,
     ):
         """Reads the last checkpoint, if there is one.
 
@@ -217,10 +221,12 @@ class Trainer:
           draft_ids: the draft vocabulary; None: all tokens.
           as_params: makes of trained weights what ``params["head"]`` is when decoding.
           init: trained weights to begin with; None: new ones.
+          resume: False leaves the last checkpoint alone: only ``best_state`` is asked for.
 
         Raises:
           ValueError: no held-out text that is long enough, taps that are missing, or a mesh that does not divide the
             texts of a step or the head's heads.
+          OSError: ``last`` or ``best`` is there and no folder that can be written.
         """
         self.config, self.loss, self.optim, self.taps = head_config, loss, optim, taps
         self.target, self.mesh = target.config, target.mesh
@@ -253,9 +259,14 @@ class Trainer:
         head = self.first_weights()
         begin = TrainState(head, optimizer(optim).init(head), jnp.int32(0), jnp.float32(0))
         self.state = shard_params(self.mesh, begin)
-        options = ocp.CheckpointManagerOptions(max_to_keep=1)
+        # What fails in a thread of orbax's is told in tracebacks, and may keep the process from its end.
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         self._last = ocp.CheckpointManager((folder / "last").absolute(), options=options)
         self._best = ocp.CheckpointManager((folder / "best").absolute(), options=options)
+        if not resume:
+            return
+        for manager in (self._last, self._best):
+            check_writable(Path(manager.directory))
         if (step := self._last.latest_step()) is not None:
             self.state = self._restore(self._last, step)
 
@@ -279,7 +290,11 @@ class Trainer:
 
         Raises:
           ValueError: the loss is no number any more; the checkpoints before are kept.
+          OSError: a checkpoint cannot be written.
         """
+        for manager in (self._last, self._best):
+            for step in manager.all_steps()[:-1]:  # what a kill left while it was replaced
+                manager.delete(step)
         until = self.optim.steps if until is None else min(until, self.optim.steps)
         forget_after(self.folder, int(self.state.step))
         if self._goes_on and self._last.latest_step() is None:
@@ -308,9 +323,10 @@ class Trainer:
                 jax.block_until_ready(said)  # steps are dispatched long before they are done
                 row = summary(step + 1, said, time.perf_counter() - start)
                 if not math.isfinite(row["loss"]):
-                    raise ValueError(
-                        f"the loss is {row['loss']} at step {step + 1}: try a lower optim.learning_rate"
-                    )
+                    why = "try a lower optim.learning_rate"
+                    if (states := self.batches[step].taps) is not None and np.isnan(states).any():
+                        why = "the library's taps are damaged"
+                    raise ValueError(f"the loss is {row['loss']} at step {step + 1}: {why}")
                 row |= self.evaluate()
                 add_row(self.folder, row)
                 say(row)
@@ -334,26 +350,33 @@ class Trainer:
     def _save(self, manager: ocp.CheckpointManager, step: int) -> None:
         if step in manager.all_steps():
             return  # a kill after this one and before the other: what is there is the same
-        manager.save(step, args=ocp.args.StandardSave(self.state), force=True)
-        manager.wait_until_finished()
-
-    @property
-    def best_step(self) -> int:
-        """The step of the checkpoint with the best held-out acceptance so far.
-
-        Raises:
-          ValueError: there is no checkpoint yet.
-        """
-        if (step := self._best.latest_step()) is None:
-            raise ValueError(f"{self.folder} has no checkpoint yet")
-        return step
+        leaves = jax.tree.leaves(self.state)
+        # Of a disk that is full orbax tells at length, in tracebacks.
+        check_writable(Path(manager.directory), sum(x.nbytes + (4 << 10) for x in leaves))
+        with put_off():
+            manager.save(step, args=ocp.args.StandardSave(self.state), force=True)
+            manager.wait_until_finished()
 
     def best_state(self) -> TrainState:
-        """The state after ``best_step``; its ``best`` is the held-out acceptance length there."""
-        return self._restore(self._best, self.best_step)
+        """The state with the best held-out acceptance length so far, its ``best``; and after which ``step`` it was.
+
+        Raises:
+          ValueError: there is no checkpoint yet, or it cannot be read.
+        """
+        step = self._best.latest_step()
+        while True:
+            if step is None:
+                raise ValueError(f"{self.folder} has no checkpoint yet")
+            try:
+                return self._restore(self._best, step)
+            except HeadError:
+                self._best.reload()  # another process may train, and have put a better one in its place
+                if (newer := self._best.latest_step()) == step:
+                    raise
+                step = newer
 
     def best_head(self) -> dict[str, Any]:
-        """The weights of ``best_step``."""
+        """The weights of ``best_state``."""
         return self.best_state().head
 
 

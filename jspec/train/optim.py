@@ -7,6 +7,8 @@ import optax
 
 from jspec.method import check_range
 
+MOST_STEPS = 10**9
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
@@ -46,8 +48,8 @@ class OptimConfig:
     def __post_init__(self):
         least = dict.fromkeys(("steps", "eval_every", "eval_texts", "eval_tokens", "held_out"), 1)
         for name, low in {**least, "eval_budget": 2}.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be {low} or above, got {getattr(self, name)}")
+            for most in (None, MOST_STEPS):
+                check_range(name, getattr(self, name), low, most)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         for name in ("learning_rate", "clip"):

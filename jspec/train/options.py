@@ -82,8 +82,8 @@ class TrainOptions:
       max_texts: train on the first so many texts only; the held-out ones stay the same. null: on all.
       run: folder of this head's run.
       init: a head to go on from, by the name of a shipped one or its folder: of the same target and number of layers.
-        Its taps and draft vocabulary are taken over, its block may be another, and a correction may be added. null: new
-        weights.
+        Its taps and draft vocabulary are taken over where none are named, its block may be another, and a correction
+        may be added. null: new weights.
       accel: where to run.
       mesh: devices, as of ``python -m jspec.run``: data divides batch.texts and text.batch, model the heads.
       dtype: of the target's weights and of all products; auto: fp32 on a CPU, else bf16. The trained weights are fp32.
@@ -130,7 +130,7 @@ class TrainOptions:
         object.__setattr__(self, "also", tuple(map(os.path.expanduser, self.also)))
         if self.loss.kind != "ce" and self.keep_taps and not self.teacher:
             raise ValueError(
-                f"teacher must be true for a {self.loss.kind} loss, or keep_taps false"
+                f"--teacher must be true for a {self.loss.kind} loss, or --keep_taps false"
             )
         for name, size in {
             "head.block_size": self.head.block_size,
@@ -141,7 +141,7 @@ class TrainOptions:
         if self.loss.dpace is not None and self.head.correction is not None:
             raise ValueError("loss.dpace must be off (null) for a head with a correction")
         if self.max_texts is not None and self.max_texts < 1:
-            raise ValueError(f"max_texts must be 1 or above, got {self.max_texts}")
+            raise ValueError(f"--max_texts must be 1 or above, got {self.max_texts}")
 
 
 class _Parser(Parser):

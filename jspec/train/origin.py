@@ -94,7 +94,9 @@ def check_origin(origin: Origin, config: AnyConfig) -> None:
     if differ:
         names = {key: f"head.{_OPTIONS.get(key, key)}" for key in differ}
         found = "; ".join(f"{names[key]} {there[key]}, not {wanted[key]}" for key in differ)
-        raise ValueError(f"init: the head {origin.name} has {found}")
+        raise ValueError(
+            f"init: the head {origin.name} has {found}: give what it has, or where that is taken over, nothing"
+        )
 
 
 def run_record(
@@ -122,8 +124,12 @@ def check_record(folder: Path, record: Mapping[str, Any]) -> None:
       ValueError: what differs.
     """
     path = folder / "config.json"
-    if not path.exists() or not _has_checkpoint(folder):
+    if not _has_checkpoint(folder):
         return
+    if not path.exists():
+        raise ValueError(
+            f"{folder} has checkpoints, but has lost its config.json: what they are of is unknown"
+        )
     # An option that is newer than the run had what is now its default.
     usual = _flat(json.loads(json.dumps(dataclasses.asdict(TrainOptions()))))
     there, wanted = usual | _flat(read_json(path)), _flat(record)

@@ -1,6 +1,7 @@
 """The stages of a run, as ``python -m jspec.train`` runs them; each goes on where it was stopped."""
 
 import contextlib
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,7 @@ from jspec.train.card import model_card
 from jspec.train.corpus import store_answers
 from jspec.train.curves import draw_curves
 from jspec.train.data import draft_vocabulary, read_libraries, split
+from jspec.train.interrupts import heard
 from jspec.train.lock import only_one
 from jspec.train.log import read_log
 from jspec.train.loop import Trainer
@@ -36,7 +38,7 @@ from jspec.train.origin import (
     run_record,
     write_record,
 )
-from jspec.train.text import write_text
+from jspec.train.text import Library, read_turns, write_text
 
 
 def head_taps(options: TrainOptions, target: Target) -> tuple[int, ...]:
@@ -91,6 +93,16 @@ def write_library(options: TrainOptions, target: Target) -> None:
     make = store_answers if config.answers == "given" else write_text
     with only_one(Path(options.library)), contextlib.ExitStack() as open_bars:
         make(target, config, Path(options.library), library_taps(options, target), given, progress)
+    if config.turns and config.answers != "given":
+        ended = len(read_turns(Library(Path(options.library)), config))
+        _say(
+            f"{ended} of {config.turns} user turns came to an end within text.turn_tokens "
+            f"({config.turn_tokens}) and are new"
+        )
+
+
+def _say(line: str) -> None:
+    tqdm.write(f"jspec: {line}", file=sys.stderr)
 
 
 def _check_places(options: TrainOptions) -> None:
@@ -100,7 +112,9 @@ def _check_places(options: TrainOptions) -> None:
             raise ValueError(f"{name} must be a folder, {path} is a file")
     for name in options.also:
         if not (Path(name) / "text.json").is_file():
-            raise ValueError(f"also: {name} is no library of text: write it first")
+            raise ValueError(
+                f"also: {name} is no library of text: write it first, with --library {name} and the stage text"
+            )
     check_place(Path(options.run))
 
 
@@ -162,7 +176,7 @@ def _open_run(
     options: TrainOptions,
     config: AnyConfig,
     target: Target,
-    keep_record: bool = True,
+    reads: bool = False,
 ) -> Trainer:
     folder = Path(options.run)
     texts, taps = read_libraries(_libraries(options), target.fingerprint)
@@ -172,6 +186,12 @@ def _open_run(
     texts = [text for text in texts if text.start < longest]  # others are cut before their answer
     if not texts:
         raise ValueError(f"batch.lengths ends at {longest}: every prompt is as long, or longer")
+    mask = getattr(config, "mask_token_id", None)
+    if mask is not None and (times := sum(int((text.tokens == mask).sum()) for text in texts)):
+        _say(
+            f"head.mask_token: {options.head.mask_token!r} stands in the text, {times} times; "
+            "a token that it never has makes a better head"
+        )
     texts, held_out = split(texts, options.optim.held_out)
     texts = texts[: options.max_texts]
     if origin is not None:
@@ -205,8 +225,9 @@ def _open_run(
         draft_ids=ids,
         as_params=as_params,
         init=init,
+        resume=not reads,
     )
-    if keep_record:
+    if not reads:
         write_record(folder, record)  # not before all was found to be in order
     return run
 
@@ -242,7 +263,8 @@ def train_head(options: TrainOptions, target: Target) -> Trainer:
 
 def _train(run: Trainer, steps: int) -> None:
     """Trains to the end, with progress on stderr."""
-    with tqdm(total=steps, initial=int(run.state.step), unit=" steps", desc="head") as bar:
+    initial = int(run.state.step)
+    with heard() as look, tqdm(total=steps, initial=initial, unit=" steps", desc="head") as bar:
 
         def tell(row):
             bar.update(row["step"] - bar.n)
@@ -255,7 +277,11 @@ def _train(run: Trainer, steps: int) -> None:
             speed = f"{row['slots_per_second']:.0f} slots/s"
             bar.write(f"step {row['step']}: loss {row['loss']:.3f}, {held_out}, {speed}")
 
-        run.run(say=tell, tick=bar.update)
+        def tick():
+            look()
+            bar.update()
+
+        run.run(say=tell, tick=tick)
 
 
 def export_trained(options: TrainOptions, target: Target) -> Path:
@@ -268,7 +294,7 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         raise ValueError(f"{options.run} has no checkpoint yet")
     _check_places(options)
     origin, options, config = _start(options, target)
-    run = _open_run(origin, options, config, target, keep_record=False)
+    run = _open_run(origin, options, config, target, reads=True)
     best = run.best_state()
     folder = Path(options.run) / "head"
     head, dtype = run.as_params(best.head), jnp.bfloat16
@@ -282,11 +308,11 @@ def export_trained(options: TrainOptions, target: Target) -> Path:
         run.texts,
         run.response_tokens,
         read_log(run.folder),
-        run.best_step,
+        int(best.step),
         origin and origin.card,
     )
     export_head(folder, run.config, head, dtype, card)
     print(f"{folder}: held-out acceptance length {float(best.best):.3f}")
-    if run.best_step == 0:
+    if int(best.step) == 0:
         print(f"No step was better than the head it goes on from: {folder} is that head.")
     return folder

@@ -33,6 +33,7 @@ PERIOD, REPEATED = (
 )  # a text is cut where a period of at most PERIOD has gone on for REPEATED tokens
 Progress = Callable[[str, int, int | None], None]
 """``progress(what, total, tokens)``: one more of ``total`` texts, and its new tokens; None: an old one; 0: none yet."""
+MOST = 1 << 20  # of tokens, prompts or turns
 MARK = "\ufdd0"  # stands for somebody's words while a chat template is taken apart: no text has this character
 
 
@@ -79,8 +80,8 @@ class TextConfig:
     def __post_init__(self):
         least = {"turns": 0, "turn_tokens": 1, "max_new_tokens": 2, "max_prompt_tokens": 1}
         for name, low in (least | {"count": 1, "batch": 1, "shard": 1}).items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} must be {low} or above, got {getattr(self, name)}")
+            for most in (None, MOST):
+                check_range(name, getattr(self, name), low, most)
         check_range("seed", self.seed, 0, 1 << 31)
         for name in ("systems", "temperatures"):
             if not getattr(self, name):
@@ -222,7 +223,7 @@ def write_turns(
         prompts,
         first,
         Sampling(config.turn_temperature),
-        capacity=_capacity(config),
+        capacity=_capacity(target, config),
         max_new_tokens=config.turn_tokens,
         batch=config.batch,
         seed=config.seed,
@@ -233,9 +234,10 @@ def write_turns(
     return [text for _, text in sorted(found.items()) if len(text) > 1]
 
 
-def _capacity(config: TextConfig) -> int:
+def _capacity(target: Target, config: TextConfig) -> int:
     """One for all that is written, so that a program is compiled once a temperature."""
     need = config.max_prompt_tokens + config.max_new_tokens + 1
+    need = min(need, target.config.max_positions)
     return -(-need // 128) * 128
 
 
@@ -311,23 +313,40 @@ def gather_prompts(
     progress: Progress,
 ) -> list[list[int]]:
     """All prompts to be answered, as ids, in a seeded order: given ones, and turns that the target writes itself."""
-    turns = []
-    for number, first in enumerate(range(0, config.turns, config.shard)):
-        path = library.folder / f"turns-{number:05}.json"
+    for path, first, last in _turn_files(library, config):
         if not path.exists():
-            last = min(first + config.shard, config.turns)
             texts = write_turns(target, config, first, last, progress)
             put(path, lambda f, texts=texts: f.write(json.dumps(texts).encode()))
         else:
-            for _ in range(first, min(first + config.shard, config.turns)):
+            for _ in range(first, last):
                 progress("user turns", config.turns, None)
-        try:
-            turns += json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-    unique = list(dict.fromkeys(turns))
-    prompts = [user_turn(f"turn/{i}", text) for i, text in enumerate(unique)] + list(given)
+    turns = enumerate(read_turns(library, config))
+    prompts = [user_turn(f"turn/{i}", text) for i, text in turns] + list(given)
     return [ids for _, ids in in_order(target, config, prompts)]
+
+
+def read_turns(library: Library, config: TextConfig) -> list[str]:
+    """The user turns of a library that came to an end, each once.
+
+    Raises:
+      ValueError: a file that cannot be read.
+    """
+    turns = []
+    for path, _, _ in _turn_files(library, config):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            raise ValueError(f"{path} does not hold a list of texts")
+        turns += found
+    return list(dict.fromkeys(turns))
+
+
+def _turn_files(library, config):
+    for number, first in enumerate(range(0, config.turns, config.shard)):
+        path = library.folder / f"turns-{number:05}.json"
+        yield path, first, min(first + config.shard, config.turns)
 
 
 def in_order(
@@ -381,7 +400,7 @@ def write_text(
             prompts[first : first + config.shard],
             first,
             Sampling(config.temperatures[shard % len(config.temperatures)]),
-            capacity=_capacity(config),
+            capacity=_capacity(target, config),
             max_new_tokens=config.max_new_tokens,
             batch=config.batch,
             seed=config.seed + 1,

@@ -158,6 +158,12 @@ def test_what_is_written_is_what_is_published():
         ({"layer_types": None, "use_sliding_window": True}, "needs layer_types"),
         ({"draft_vocab_size": 1.5}, "needs an integer draft_vocab_size"),
         ({"target_fingerprint": 3}, "target_fingerprint in config.json must be text"),
+        ({"rope_theta": ""}, "rope_theta in config.json must be a number, got ''"),
+        ({"rope_theta": True}, "rope_theta in config.json must be a number, got True"),
+        ({"rope_theta": "8"}, "rope_theta in config.json must be a number, got '8'"),
+        ({"rope_theta": 0}, "rope_theta must be positive"),
+        ({"rms_norm_eps": False}, "rms_norm_eps in config.json must be a number"),
+        ({"num_hidden_layers": True}, "lacks an integer 'num_hidden_layers'"),
         ({"num_key_value_heads": 5}, "32 query heads cannot share 5"),
     ],
 )

@@ -18,6 +18,7 @@ from safetensors.flax import load_file, save_file
 from tiny_target import EOS, write_target
 
 import jspec
+from jspec import files as files_module
 from jspec import run
 from jspec.train import __main__ as command
 from jspec.train.lock import only_one
@@ -279,6 +280,14 @@ def test_prompts_as_long_as_a_batch_are_not_trained_on(copy, target, capsys):
     assert_refused(capsys, argv, "batch.lengths ends at 3: every prompt is as long, or longer")
 
 
+def test_states_that_are_no_numbers_are_blamed_on_the_library(copy, target, capsys):
+    for path in (copy / "library" / "taps").glob("*.npy"):
+        np.save(path, np.full_like(np.load(path), np.nan))
+    argv = arguments(copy, target, "--run", str(copy / "new"), "head")
+    assert command.main(argv) == 2
+    assert "the library's taps are damaged" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_no_number_ends_a_run(copy, target, capsys):
     argv = ["--run", str(copy / "new"), "--optim.learning_rate", "1e30", "head"]
     assert command.main(arguments(copy, target, *argv)) == 2
@@ -476,6 +485,79 @@ def test_a_run_in_another_process_keeps_its_record(copy, target, capsys):
         argv = arguments(copy, target, "head", "--optim.learning_rate", "0.5")
         assert_refused(capsys, argv, "run is being written by another process")
     assert everything(copy) == before
+
+
+def test_a_run_without_its_record(copy, target, capsys):
+    (copy / "run" / "config.json").unlink()
+    before = everything(copy)
+    for stage in ("head", "export"):
+        argv = arguments(copy, target, stage, "--optim.learning_rate", "0.5")
+        assert_refused(capsys, argv, "run has checkpoints, but has lost its config.json")
+    assert everything(copy) == before
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_checkpoints_that_cannot_be_put_into_their_folder(copy, target, capsys, name):
+    run = copy / "new"
+    run.mkdir()
+    (run / name).touch()
+    argv = arguments(copy, target, "--run", str(run), "head")
+    assert_refused(capsys, argv, f"{name} is no folder that can be written")
+
+
+def test_a_full_disk_is_told_before_a_checkpoint_is_begun(copy, target, capsys, monkeypatch):
+    usage = shutil.disk_usage(copy)._replace(free=2 << 10)
+    monkeypatch.setattr(files_module.shutil, "disk_usage", lambda path: usage)
+    run = copy / "new"
+    assert command.main(arguments(copy, target, "--run", str(run), "head")) == 2
+    assert " KB, and its disk has 2 left" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(command, "keep_compilations", lambda: None)
+    assert command.main(arguments(copy, target, "--run", str(run), "head", "export")) == 0
+    ours, theirs = (path / "head" / "model.safetensors" for path in (run, copy / "run"))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_what_a_kill_left_beside_the_best_checkpoint_goes(copy, target):
+    best = copy / "run" / "best"
+    (step,) = best.iterdir()
+    shutil.copytree(step, best / "1")
+    shutil.rmtree(copy / "run" / "last" / "6")
+    assert command.main(arguments(copy, target, "head")) == 0
+    assert "1" not in [path.name for path in best.iterdir()]
+
+
+def test_an_export_reads_the_best_checkpoint_alone(copy, target):
+    """A run under way may be replacing the last one."""
+    (last,) = (copy / "run" / "last").iterdir()
+    for path in last.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert command.main(arguments(copy, target, "export")) == 0
+
+
+def test_a_mask_that_stands_in_the_text_is_told(copy, target, capsys):
+    """The tiny target says everything, its mask token too."""
+    tokens = [np.load(path)["tokens"] for path in (copy / "library" / "text").glob("*.npz")]
+    mask = json.loads((copy / "run" / "head" / "config.json").read_text())["dflash_config"]
+    times = sum((one == mask["mask_token_id"]).sum() for one in tokens)
+    assert command.main(arguments(copy, target, "export")) == 0
+    told = "head.mask_token: '<s>' stands in the text" in capsys.readouterr().err
+    assert told == bool(times)
+
+
+def test_turns_that_did_not_come_to_an_end_are_counted(copy, target, capsys):
+    turns = [json.loads(path.read_text()) for path in (copy / "library").glob("turns-*.json")]
+    count = len({text for some in turns for text in some})
+    assert command.main(arguments(copy, target, "text")) == 0
+    assert f"{count} of 12 user turns came to an end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["5", "[1, 2]", '{"a": 1}', '"abc"', "[[]]"])
+def test_turns_that_are_no_texts(copy, target, capsys, content):
+    (copy / "library" / "turns-00000.json").write_text(content)
+    argv = arguments(copy, target, "text")
+    assert_refused(capsys, argv, "turns-00000.json does not hold a list of texts")
 
 
 def test_a_library_without_its_record(copy, target, capsys):

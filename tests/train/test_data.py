@@ -100,6 +100,45 @@ def test_a_library_gives_back_what_was_written(tmp_path):
         read_texts(tmp_path)
 
 
+DAMAGES = {
+    "two axes": (lambda a: a | {"lengths": a["lengths"][:, None]}, "lengths must be a row of who"),
+    "text": (lambda a: a | {"tokens": a["tokens"].astype(str)}, "tokens must be a row of whole"),
+    "fractions": (lambda a: a | {"tokens": a["tokens"] + 0.5}, "tokens must be a row of whole"),
+    "negative": (lambda a: a | {"lengths": a["lengths"] + [-999, 999]}, "lengths do not add up"),
+    "too few starts": (lambda a: a | {"starts": a["starts"][:1]}, "lengths do not add up"),
+    "too few tokens": (lambda a: a | {"tokens": a["tokens"][:-1]}, "lengths do not add up"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_shard_is_named(tmp_path, change, says):
+    folder = save(tmp_path, texts(2))
+    path = folder / "text" / "00000.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, **change(arrays))
+    with pytest.raises(ValueError, match=rf"00000\.npz is damaged: its {says}"):
+        read_texts(folder)
+
+
+@pytest.mark.parametrize(("shape", "says"), [((9,), "does not hold the states"), ((1, 1, 3), "")])
+def test_damaged_states_are_named(tmp_path, shape, says):
+    folder = save(tmp_path, texts(2))
+    path = folder / "taps" / "00000.npy"
+    rows = np.load(path)
+    np.save(path, np.zeros(shape) if says else rows[:, :1])
+    with pytest.raises(ValueError, match=says or "lacks the taps of some of the texts"):
+        read_libraries([folder], "ff")
+
+
+@pytest.mark.parametrize("taps", [[[0], 1], "ab", 3, None, [0.5]])
+def test_a_record_with_no_taps_is_refused(tmp_path, taps):
+    folder = save(tmp_path, texts(2))
+    (folder / "text.json").write_text(json.dumps({"target": "ff", "taps": taps}))
+    with pytest.raises(ValueError, match="is no library of text"):
+        read_libraries([folder], "ff")
+
+
 def test_libraries_are_read_one_after_the_other(tmp_path):
     given = texts(7)
     folders = [save(tmp_path / "b", given[:4]), save(tmp_path / "a", given[4:])]
@@ -134,8 +173,23 @@ def test_held_out_texts_are_not_trained_on():
     firsts = [t.tokens[0] for t in train + held]
     assert len(held) == 3 and sorted(firsts) == [100 * i for i in range(10)]
     assert firsts[:7] == sorted(firsts[:7])
-    with pytest.raises(ValueError, match="held_out must be below"):
+    with pytest.raises(ValueError, match=r"optim.held_out must be below"):
         split(given, 10)
+
+
+def test_what_answers_a_held_out_prompt_is_not_trained_on():
+    """Two libraries may have prompts in common: written by the same command, they are equal."""
+    given = [text._replace(start=max(2, text.start)) for text in texts(10)]
+    again = [text._replace(tokens=np.append(text.tokens, np.int32(3))) for text in given]
+    _, held = split(given + again, 4)
+    train, _ = split(given + again, 4)
+    asked = {text.tokens[: text.start].tobytes() for text in held}
+    assert train and not asked & {text.tokens[: text.start].tobytes() for text in train}
+    assert len(train) == 20 - 2 * len(asked)
+    with pytest.raises(ValueError, match=r"optim.held_out: every other text"):
+        split(given[:1] + again[:1], 1)
+    bare = [Text(np.array([1, i, i], np.int32), 1, None) for i in range(5)]
+    assert len(split(bare, 2)[0]) == 3  # no prompt but a first token: the texts are compared
 
 
 def test_the_draft_vocabulary_is_the_most_frequent():
