@@ -1,9 +1,9 @@
 """What a drafter's probabilities are worth: of the edges that the target was asked about, how many it took.
 
-An edge is known to be right or wrong where its parent was accepted; of the others the verifier says nothing. Counts are
-kept by the edge's depth and by the drafter's probability of it, on the device. The probabilities are a few knots,
-between which an edge is counted and read with the same weights: counted at one knot alone, it would be read half by
-another one that never learns. The idea of a calibrated product along a path is the exact form of what SMART (arXiv
+An edge is known to be right or wrong where its parent stands in the target's text; of the others it says nothing.
+Counts are kept by the edge's depth and by the drafter's probability of it, on the device. The probabilities are a few
+knots, between which an edge is counted and read with the same weights: counted at one knot alone, it would be read half
+by another one that never learns. The idea of a calibrated product along a path is the exact form of what SMART (arXiv
 2604.09731) takes its drafter's probabilities for: for the match rule the expected number of accepted nodes is the sum
 of the nodes' path probabilities.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.tree import Tree, take
+from jspec.tree import Tree, reached, take
 
 # Probabilities, closer to each other where good drafters' best candidates are.
 KNOTS = (
@@ -129,21 +129,44 @@ def along_paths(tree: Tree, edges: Float[Array, "B N"], depth: int) -> Float[Arr
     return jnp.where(tree.live, paths, 0.0)
 
 
+def standing(
+    tree: Tree, said: Int[Array, "B P"], counts: Int[Array, " B"]
+) -> tuple[Bool[Array, "B N"], Bool[Array, "B N"]]:
+    """The nodes that stand in the target's text, roots included; and those of which it is known whether they do.
+
+    Args:
+      tree: as it was drafted.
+      said: the tokens after the root.
+      counts: how many; what stands beyond changes nothing.
+    """
+    place = jnp.minimum(jnp.maximum(tree.depths - 1, 0), said.shape[1] - 1)
+    within = (tree.parents >= 0) & (tree.depths <= counts[:, None])
+    stands = tree.live & ((tree.parents < 0) | (within & (tree.tokens == take(said, place))))
+    stands = reached(tree, stands)
+    return stands, within & take(stands, jnp.maximum(tree.parents, 0))
+
+
 def learn(
-    calibration: Calibration, tree: Tree, path: Int[Array, "B P"], counted: Bool[Array, " B"]
+    calibration: Calibration,
+    tree: Tree,
+    said: Int[Array, "B P"],
+    counts: Int[Array, " B"],
+    counted: Bool[Array, " B"],
 ) -> Calibration:
-    """Counts the edges whose parent was accepted.
+    """Counts the edges that what the target said decides: those below nodes that stand in its text.
+
+    So of a drafted tree the nodes that were not verified count as well, and what is chosen to be verified is no bias.
 
     Args:
       calibration: so far.
-      tree: as it was verified.
-      path: accepted nodes, -1 where there are none.
+      tree: see ``standing``.
+      said: likewise.
+      counts: likewise.
       counted: rows that are not, change nothing.
     """
-    nodes = jnp.arange(tree.budget)
-    accepted = (path[:, :, None] == nodes).any(axis=1)
+    stands, known = standing(tree, said, counts)
     edges = edge_values(tree)
-    known = (edges > 0) & counted[:, None] & take(accepted, jnp.maximum(tree.parents, 0))
+    known &= (edges > 0) & counted[:, None]
     low, high, part = _around(edges)
     row = jnp.where(known, depth_bin(tree.depths), calibration.tried.shape[0])  # beyond: dropped
 
@@ -152,6 +175,6 @@ def learn(
         return empty.at[row, high].add(which * part, mode="drop")
 
     tried = calibration.tried + count(known)
-    hit = calibration.hit + count(known & accepted)
+    hit = calibration.hit + count(known & stands)
     scale = jnp.minimum(1.0, KEPT / jnp.maximum(tried, 1.0))
     return Calibration(tried * scale, hit * scale)

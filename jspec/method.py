@@ -131,8 +131,9 @@ class Method(NamedTuple):
       chunks only where ``needs.top_k`` is above 0. A finished row has ``verdict.tree.size == 0`` and ``count == 0``.
     * ``memory(state) -> Memory``: what a later ``init`` may be given.
 
-    ``path_only`` says that ``observe`` reads no more of a verdict than the tree and its accepted path, so that replay
-    is exact. ``detail`` names what else than budget and depth it was made with, as far as a round's cost depends on it.
+    ``path_only`` says that ``observe`` reads no more of a verdict than the tree, its accepted path and the draws along
+    that, so that replay is exact. ``detail`` names what else than budget and depth it was made with, as far as a
+    round's cost depends on it.
     All but ``propose`` may be left out.
 
     ``propose`` returns trees of at most ``budget`` node slots and nodes no deeper than ``needs.depth``

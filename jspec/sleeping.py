@@ -14,6 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 FIRST, LONGEST = 2, 18  # rounds of rest: within 20 it is tried again
 LOSS = 1.0  # plain rounds that may be lost before a rest
 SAVED = 2.0  # gains that are remembered
+MISSED = (
+    0.5  # right nodes a row, from which on a try that did not verify them is given another round
+)
 PACE = 0.125  # weight of the last round in ``pace``
 
 
@@ -44,23 +47,29 @@ def open_ledger() -> Ledger:
     )
 
 
-def close_round(ledger: Ledger, counts: Int[Array, " B"], active: Bool[Array, " B"]) -> Ledger:
+def close_round(
+    ledger: Ledger,
+    counts: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    missed: Float[Array, ""] | float = 0.0,
+) -> Ledger:
     """Books a round.
 
-    A try that the model gives no chance must gain, or the rest goes on at once; one that it does give a chance may lose
-    a little once.
+    A try that nothing speaks for must gain, or the rest goes on at once. It may lose a little once if the model gave it
+    a chance, or what it drafted was right and only not verified.
 
     Args:
       ledger: with the price and the promise of the round.
       counts: tokens that each row emitted.
       active: rows that took part; without any, nothing happened.
+      missed: nodes a row that were drafted, not verified, and turned out to be right.
     """
     awake, happened = ledger.rest == 0, active.any()
     before = ledger
     ledger = ledger._replace(spent=ledger.spent + ledger.price)
     mean = jnp.where(active, counts, 0).sum() / jnp.maximum(active.sum(), 1)
     gain = (mean + ledger.promise) / 2 - ledger.price
-    lenient = (ledger.promise > ledger.price) & ledger.trial
+    lenient = ((ledger.promise > ledger.price) | (missed > MISSED)) & ledger.trial
     credit = jnp.where(lenient, jnp.maximum(ledger.credit, -0.8 * LOSS), ledger.credit)
     credit = jnp.minimum(credit + gain, SAVED)
     tired = credit < -LOSS

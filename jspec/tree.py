@@ -118,6 +118,13 @@ def positions(tree: Tree, lengths: Int[Array, " B"]) -> Int[Array, "B N"]:
 # Fewer nodes.
 
 
+def reached(tree: Tree, ok: Bool[Array, "B N"]) -> Bool[Array, "B N"]:
+    """The nodes that are ok themselves, and all above them too."""
+    for jump in _jumps(_parent_or_self(tree), tree.budget - 1):
+        ok &= take(ok, jump)
+    return ok
+
+
 def compact(tree: Tree, keep: Bool[Array, "B N"], budget: int | None = None) -> Tree:
     """Drops the nodes that are not kept, with all their descendants; renumbers the rest in order.
 
@@ -127,10 +134,7 @@ def compact(tree: Tree, keep: Bool[Array, "B N"], budget: int | None = None) -> 
       budget: node axis of the result (default N); what does not fit is dropped from the end.
     """
     budget = tree.budget if budget is None else budget
-    parents = _parent_or_self(tree)
-    kept = keep & tree.live
-    for jump in _jumps(parents, tree.budget - 1):
-        kept &= take(kept, jump)
+    parents, kept = _parent_or_self(tree), reached(tree, keep & tree.live)
     rank = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1  # a kept node's new index
     return _reorder(tree, take(rank, parents), kept, rank, budget)
 

@@ -18,6 +18,7 @@ from jspec.calibration import (
     estimates,
     learn,
     no_calibration,
+    standing,
 )
 from jspec.tree import Tree
 from tests.oracles import arrays_of, random_rows, rows_of
@@ -59,8 +60,11 @@ def counted_by_hand(tree, paths, counted):
     return tried, hit
 
 
-def padded(paths, width):
-    return jnp.asarray([path + [-1] * (width - len(path)) for path in paths])
+def said(tree, paths, width):
+    """The tokens that a target said which took these paths, a bonus token at the end, and how many."""
+    tokens = [[int(tree.tokens[row, i]) for i in path[1:]] + [99] for row, path in enumerate(paths)]
+    counts = jnp.asarray([len(path) for path in paths])  # a row without a root says nothing
+    return jnp.asarray([one + [-1] * (width - len(one)) for one in tokens]), counts
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -68,12 +72,12 @@ def test_counts_are_exact(seed):
     rng, tree = np.random.default_rng(seed), trees(seed)
     paths = [walk(rng, nodes) for nodes in rows_of(tree)]
     counted = rng.random(tree.batch) < 0.7
-    got = learn(no_calibration(), tree, padded(paths, tree.budget), jnp.asarray(counted))
+    got = learn(no_calibration(), tree, *said(tree, paths, tree.budget), jnp.asarray(counted))
     tried, hit = counted_by_hand(tree, paths, counted)
     assert tried.sum() > 5
     np.testing.assert_allclose(got.tried, tried, atol=1e-4)
     np.testing.assert_allclose(got.hit, hit, atol=1e-4)
-    twice = learn(got, tree, padded(paths, tree.budget), jnp.asarray(counted))
+    twice = learn(got, tree, *said(tree, paths, tree.budget), jnp.asarray(counted))
     np.testing.assert_allclose(twice.tried, 2 * tried, atol=2e-4)
 
 
@@ -82,9 +86,9 @@ def test_counts_are_exact(seed):
 def test_what_always_happens_is_read_so_wherever_an_edge_lies(value, hit):
     nodes = [(1, -1, 0, 0.0, 0), (2, 0, 1, float(np.log(value)), 0)]
     tree = Tree(**{k: jnp.asarray(v) for k, v in arrays_of([nodes], 2).items()})
-    state, step = no_calibration(), jax.jit(learn)
+    state, step, one = no_calibration(), jax.jit(learn), jnp.asarray([1])
     for _ in range(60):
-        state = step(state, tree, jnp.asarray([[0, 1 if hit else -1]]), jnp.asarray([True]))
+        state = step(state, tree, jnp.asarray([[2 if hit else 3]]), one, one > 0)
     read = calibrated(estimates(state, 0.8), jnp.asarray([value]), jnp.asarray([1]))
     bound = min(1, value / KNOTS[0])  # below the first knot a reading falls off to 0
     assert (read[0] > 0.9 * bound) if hit else (read[0] < 0.05), read
@@ -93,12 +97,12 @@ def test_what_always_happens_is_read_so_wherever_an_edge_lies(value, hit):
 def test_a_knot_remembers_so_many_edges():
     nodes = [(1, -1, 0, 0.0, 0), (2, 0, 1, float(np.log(KNOTS[9])), 0)]
     tree = Tree(**{k: jnp.asarray(v) for k, v in arrays_of([nodes], 2).items()})
-    state, step = no_calibration(), jax.jit(learn)
+    state, step, one = no_calibration(), jax.jit(learn), jnp.asarray([1])
     for _ in range(300):
-        state = step(state, tree, jnp.asarray([[0, -1]]), jnp.asarray([True]))
+        state = step(state, tree, jnp.asarray([[3]]), one, one > 0)
     assert state.tried.max() == KEPT and state.hit.max() == 0
     for _ in range(300):
-        state = step(state, tree, jnp.asarray([[0, 1]]), jnp.asarray([True]))
+        state = step(state, tree, jnp.asarray([[2]]), one, one > 0)
     assert state.tried.max() == KEPT
     want = 1 - (KEPT / (KEPT + 1)) ** 300  # the old ones faded
     assert float(state.hit.max()) / KEPT == pytest.approx(want, abs=1e-3)
@@ -107,12 +111,16 @@ def test_a_knot_remembers_so_many_edges():
 def test_what_stands_in_padding_or_in_a_poisoned_row_changes_nothing():
     tree = trees(1)
     rng = np.random.default_rng(1)
-    paths = padded([walk(rng, nodes) for nodes in rows_of(tree)], tree.budget)
+    words, counts = said(tree, [walk(rng, nodes) for nodes in rows_of(tree)], tree.budget)
     counted = jnp.arange(tree.batch) != 3
-    want = learn(no_calibration(), tree, paths, counted)
+    want = learn(no_calibration(), tree, words, counts, counted)
     wild = jnp.where(tree.live & counted[:, None], tree.scores, jnp.nan)
     poisoned = Tree(tree.tokens, tree.parents, tree.depths, wild, tree.source, tree.size)
-    got = learn(no_calibration(), poisoned, paths, counted)
+    beyond = jnp.arange(tree.budget) >= counts[:, None]
+    words = jnp.where(
+        beyond | ~counted[:, None], tree.tokens, words
+    )  # tokens that are in the trees
+    got = learn(no_calibration(), poisoned, words, counts, counted)
     for a, b in zip(want, got):
         np.testing.assert_array_equal(a, b)
     assert np.isfinite(edge_values(poisoned)).all()
@@ -177,3 +185,21 @@ def test_products_along_paths(seed):
             paths.append(paths[node[1]] * values[row, i] if i else np.float32(1))
         np.testing.assert_array_equal(got[row, : len(nodes)], paths)
         assert not got[row, len(nodes) :].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_stands_in_the_text(seed):
+    """The drafted nodes that the text goes through, beyond what was verified too."""
+    rng, tree = np.random.default_rng(seed), trees(seed)
+    words = rng.integers(0, 4, (tree.batch, 9)).astype(np.int32)
+    counts = rng.integers(0, 8, tree.batch).astype(np.int32)
+    stands, known = standing(tree, jnp.asarray(words), jnp.asarray(counts))
+    for row, nodes in enumerate(rows_of(tree)):
+        right, asked = set(), set()
+        for i, (token, parent, depth, *_) in enumerate(nodes):
+            if i and parent in right and depth <= counts[row]:
+                asked.add(i)
+            if not i or (i in asked and token == words[row, depth - 1]):
+                right.add(i)
+        assert set(np.flatnonzero(stands[row])) == right
+        assert set(np.flatnonzero(known[row])) == asked

@@ -60,6 +60,17 @@ def test_what_the_model_promises_may_lose_a_little():
     assert int(play(waiting, 1, 1, 1.3, promise=1.4)[0].rest) == 0
 
 
+def test_a_try_that_was_right_and_not_verified_goes_on_once():
+    asleep, _ = play(open_ledger(), 3, 1, 2.5)
+    waiting, _ = play(asleep, int(asleep.rest), 1, 1.0)
+    ledger = waiting._replace(price=jnp.float32(1.2), promise=jnp.float32(1.0))
+    for missed, rests_again in ((0.4, True), (1.0, False)):
+        after = book(ledger, jnp.asarray([1]), ONE, jnp.float32(missed))
+        assert (int(after.rest) > 0) == rests_again
+    again = book(after, jnp.asarray([1]), ONE, jnp.float32(1.0))
+    assert int(again.rest) > 0  # right, but it does not pay
+
+
 def test_promises_that_are_not_kept_end_in_a_rest():
     _, drafted = play(open_ledger(), 200, 1, 1.3, promise=1.4)
     assert sum(drafted[100:]) <= 15

@@ -20,6 +20,7 @@ from jspec.calibration import (
     estimates,
     learn,
     no_calibration,
+    standing,
 )
 from jspec.choice import choose_bucket, choose_marginal
 from jspec.cost.table import Cost, bucket_of, draft_seconds, level_seconds
@@ -34,7 +35,7 @@ from jspec.method import (
     unchanged,
 )
 from jspec.sleeping import Ledger, close_round, open_ledger
-from jspec.tree import compact, root_only
+from jspec.tree import Tree, compact, root_only, take
 
 RULES = {"exact": "sum", "marginal": "paths_mean"}  # and the benefit that goes with each
 BENEFITS = ("sum", "paths_mean")
@@ -49,6 +50,7 @@ class SmartRows(NamedTuple):
         Array, " B"
     ]  # it has a root, as far as is known: it read a prompt, or took part in the last round
     open: Bool[Array, " B"]  # a round of the row is under way
+    drafted: Tree  # in that round, before it was cut
 
 
 class SmartShared(NamedTuple):
@@ -144,6 +146,7 @@ def _smart(method, rule, alpha, benefit, rest, room):
             queue=empty_queue(batch, room if waits else 0, len(needs.taps), hidden),
             active=jnp.zeros((batch,), bool),
             open=jnp.zeros((batch,), bool),
+            drafted=root_only(jnp.zeros((batch,), jnp.int32), method.budget),
         )
         # A state is donated, so it must not share a buffer with memory.
         kept = jax.tree.map(jnp.array, (memory.calibration, memory.ledger))
@@ -162,7 +165,7 @@ def _smart(method, rule, alpha, benefit, rest, room):
         return put(state, inner, state.rows._replace(queue=queue, active=active))
 
     def draft(params, state, roots, outer):
-        """The method's trees cut to what pays, with the passes they took, their price and their promise."""
+        """The method's trees cut to what pays and whole, the passes they took, their price and their promise."""
         cost, active, ledger = params["cost"], state.rows.active, state.shared.ledger
         chance = functools.partial(calibrated, estimates(state.shared.calibration, alpha))
         few = jnp.maximum(active.sum(), 1)
@@ -180,7 +183,8 @@ def _smart(method, rule, alpha, benefit, rest, room):
             return pays if outer is None else pays & outer(level, scores)
 
         proposal, inner = method.propose(params, own(state), roots, grows)
-        tree, passes = proposal.tree, jnp.asarray(proposal.passes, jnp.int32)
+        tree = whole = proposal.tree
+        passes = jnp.asarray(proposal.passes, jnp.int32)
         drafted = draft_seconds(cost, passes) + cost.fixed
         edges = edge_values(tree)
         worth = along_paths(tree, chance(edges, jnp.maximum(tree.depths, 1)), needs.depth)
@@ -195,7 +199,9 @@ def _smart(method, rule, alpha, benefit, rest, room):
         tree = compact(tree, keep | (tree.live & (tree.parents < 0)))
         rows = jnp.where(active, tree.size, 0).sum()
         price = (cost.verify[bucket_of(cost, jnp.maximum(rows, 1))] + drafted) / plain
-        return tree, passes, inner, price, promise
+        if whole.budget != method.budget:  # one shape for all rounds, those that rest too
+            whole = compact(whole, whole.live, method.budget)
+        return tree, whole, passes, inner, price, promise
 
     def propose(params, state, roots, keep_growing=None):
         ledger, rows = state.shared.ledger, state.rows
@@ -205,7 +211,7 @@ def _smart(method, rule, alpha, benefit, rest, room):
 
         def look():
             nonlocal width
-            tree, _, inner, *_ = draft(params, state, roots, keep_growing)
+            tree, _, _, inner, *_ = draft(params, state, roots, keep_growing)
             width = tree.tokens.shape[1]
             fresh[:] = [a is not b for a, b in zip(jax.tree.leaves(inner), before, strict=True)]
             return tree
@@ -213,22 +219,23 @@ def _smart(method, rule, alpha, benefit, rest, room):
         jax.eval_shape(look)
 
         def wake():
-            tree, passes, inner, *said = draft(params, state, roots, keep_growing)
+            tree, whole, passes, inner, *said = draft(params, state, roots, keep_growing)
             changed = [x for x, new in zip(jax.tree.leaves(inner), fresh, strict=True) if new]
-            return tree, passes, changed, *said
+            return tree, whole, passes, changed, *said
 
         def pause():
             same, one = [x for x, new in zip(before, fresh, strict=True) if new], jnp.float32(1.0)
-            return root_only(roots, width), jnp.int32(0), same, one, one
+            none = root_only(roots, method.budget)
+            return root_only(roots, width), none, jnp.int32(0), same, one, one
 
         found = lax.cond(ledger.rest == 0, wake, pause) if rest else wake()
-        tree, passes, changed, price, promise = found
+        tree, whole, passes, changed, price, promise = found
         changed = iter(changed)  # what stays is not passed through the cond, which would copy it
         inner = [next(changed) if new else x for x, new in zip(before, fresh, strict=True)]
         ledger = ledger._replace(price=price, promise=promise)
-        state = put(
-            state, jax.tree.unflatten(shape, inner), shared=state.shared._replace(ledger=ledger)
-        )
+        inner = jax.tree.unflatten(shape, inner)
+        rows, shared = state.rows._replace(drafted=whole), state.shared._replace(ledger=ledger)
+        state = put(state, inner, rows, shared)
         return Proposal(tree, passes=passes), state
 
     def observe(params, state, verdict):
@@ -236,11 +243,15 @@ def _smart(method, rule, alpha, benefit, rest, room):
         inner = method.observe(params, own(state), verdict)
         took_part = rows.open & (verdict.tree.size > 0)
         awake = shared.ledger.rest == 0
-        seen = verdict.tree, verdict.path, took_part
+        said = take(verdict.tokens, jnp.maximum(verdict.path, 0))
+        seen = rows.drafted, said, verdict.count, took_part
         calibration, ledger = shared.calibration, shared.ledger
         if rest:
             calibration = lax.cond(awake, lambda c: learn(c, *seen), lambda c: c, calibration)
-            ledger = close_round(ledger, verdict.count, took_part)
+            stands, _ = standing(rows.drafted, said, verdict.count)
+            missed = jnp.where(took_part, stands.sum(axis=1) - verdict.count, 0).sum()
+            missed = missed / jnp.maximum(took_part.sum(), 1)
+            ledger = close_round(ledger, verdict.count, took_part, missed)
             wakes = (shared.ledger.rest == 1) & (ledger.rest == 0)
             # Before a try, what was learned counts for less: a drafter that was bad then may be good now.
             calibration = jax.tree.map(lambda x: jnp.where(wakes, x / 2, x), calibration)
