@@ -7,10 +7,11 @@ from pathlib import Path
 
 # Tests compile far more than they run: XLA's back end may be quick about it. Before JAX is imported. Without the fusion
 # emitters compiling takes half the time; jaxlib 0.12 does not know that flag and stops at one that it does not know.
-_QUICK = ["--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith("0.10."):
-    _QUICK.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(_QUICK))
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
+)
 
 import jax
 import pytest

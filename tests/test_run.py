@@ -27,6 +27,7 @@ KEYS = {
     "target": str,
     "target_fingerprint": str,
     "method": str,
+    "detail": str,
     "head": None,
     "head_fingerprint": None,
     "budget": int,
