@@ -8,6 +8,14 @@ import pytest
 from jspec.train.interrupts import heard, put_off
 
 
+@pytest.fixture(autouse=True)
+def heed_interrupts():
+    """Also where a shell started the tests in the background, with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Swallowing:
     """As a callback of JAX's: what is raised in it is lost."""
 
