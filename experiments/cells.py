@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Cells:
-    """Finished cells in a file of JSON lines, by their keys."""
+    """Finished cells in a file of JSON lines, by their keys; ``where`` they were made is written into each."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, **where: Any):
+        self._path, self._where = path, where
         self.rows = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
     def has(self, **keys: Any) -> bool:
@@ -22,6 +22,7 @@ class Cells:
 
     def add(self, **row: Any) -> None:
         """Keeps a cell."""
+        row = row | self._where
         self.rows.append(row)
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")

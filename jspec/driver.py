@@ -14,6 +14,7 @@ from jaxtyping import Int
 from jspec.decode import absorb, advance, commit, judge, observe, propose
 from jspec.mesh import fetchable
 from jspec.method import Memory, MethodState, Params, check_range
+from jspec.methods.smart import SmartShared, hold
 from jspec.prefill import admit_each, check_prompt, chunks
 from jspec.state import ROWS, STATE, DecodeState, Plan, capacity_for, each_shard, new_state
 from jspec.verification import verify
@@ -167,7 +168,7 @@ class Stream:
         self.compile_seconds = time.perf_counter() - start
 
     def _warm_up(self) -> None:
-        """Reads prompts until every chunk width has come, and runs a round in every row bucket.
+        """Reads prompts until every chunk width has come, and runs a round in every row bucket; of smart, a rest, too.
 
         On XLA:CPU a program's, or a branch's, first run takes up to 0.3 s longer than the next.
         """
@@ -179,12 +180,22 @@ class Stream:
                 seen |= widths or {0}
         batch = self.state.rows.done.shape[0]
         own = batch // self.plan.shards
-        for least in self.plan.row_buckets(own):
+        buckets = self.plan.row_buckets(own)
+
+        def run_round(least):
             # One row of each data shard is open.
             rows = dataclasses.replace(self.state.rows, done=np.arange(batch) % own > 0)
             state = dataclasses.replace(self.state, rows=rows, least_rows=np.int32(least))
             self.state = self._decode(state, 1, {})
             self._look()
+
+        for least in buckets:
+            run_round(least)
+        if isinstance(self.state.method.shared, SmartShared):
+            method = hold(self.state.method, True, rounds=2)
+            self.state = dataclasses.replace(self.state, method=method)
+            for _ in range(3):  # the last one drafts again
+                run_round(buckets[0])
 
     def memory(self) -> Memory:
         """What the method keeps for a later stream, copied: this one's next round donates its own."""

@@ -45,7 +45,12 @@ from jspec.state import Plan
 HERE = Path(__file__).parent
 BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
 BUDGETS = (8, 16, 32, 64, 128)
-RECYCLED = {"0": (8, 32), "1": (32,)}
+RECYCLED = (
+    ("0", (8, 16, 32, 64)),
+    ("1", (8, 16, 32, 64)),
+    ("0", (128,)),
+    ("1", (128,)),
+)  # the dearest last
 SPEED_BUDGETS = {"fp32": (4, 8, 16), "bf16": (8, 16, 32)}
 LANES = (("causal", "jetspec"), ("causal", "exact"), ("bidirectional", "chain"))
 SAMPLINGS = {"0": Sampling(), "1": Sampling(temperature=1.0)}
@@ -132,7 +137,7 @@ def speed(target, heads, cells, dtype):
 def recycling(target, cells):
     """Token recycling with a new table a prompt: a row's own, so that the batch changes nothing."""
     params, batch = {"target": target.params}, 10
-    for temperature, budgets in RECYCLED.items():
+    for temperature, budgets in RECYCLED:
         for budget, bench in itertools.product(budgets, BENCHES):
             keys = {"part": "acceptance", "T": temperature, "bench": bench}
             keys |= {"head": "token_recycling", "tree": None, "budget": budget}

@@ -23,24 +23,26 @@ from experiments.smart.drafters import perfect, random_drafter
 from experiments.smart.report import write_report
 from jspec.benches import load_bench
 from jspec.checkpoint import load_head, shipped_head
-from jspec.cost.measure import measure_cost, measure_profile
+from jspec.cost.measure import measure_profile, ready_rounds, time_points
 from jspec.cost.profile import setting_of
 from jspec.cost.store import ready_profile
 from jspec.cost.table import verify_seconds
-from jspec.decode import decode_round
+from jspec.decode import advance, decode_round
 from jspec.device import device_name, keep_compilations, weights_dtype
-from jspec.driver import decode_all
+from jspec.driver import decode_all, run_absorb_observe, run_accept_commit, run_propose
 from jspec.methods import ar, ddtree, jetspec, prompt_lookup, smart, token_recycling
 from jspec.models.load import load_target
 from jspec.prefill import admit
 from jspec.recording import record, replay_states
 from jspec.state import Plan, new_state
+from jspec.verification import verify
 
 HERE = Path(__file__).parent
 BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
 BATCHES, CAPACITIES, MOST = (1, 4, 8), (512, 1024), 64
 BUDGETS = (4, 16, 32, 60)  # fixed ones: the default on a CPU, and as the paper's tables have them
-NEW, GROUPS, CAPACITY = 64, 3, 512
+NEW, CAPACITY, ROUNDS = 64, 512, 40
+GROUPS = {1: 8, 4: 6, 8: 5}  # of prompts, by batch: the bootstrap is over these
 DEAREST = 3.0  # plain steps per expected token: a fixed budget predicted to cost more is not run
 RULES = [("exact", "sum", alpha) for alpha in (0.5, 0.8, 1.0)] + [
     ("marginal", benefit, alpha)
@@ -84,26 +86,41 @@ class Bench:
 
 
 def predict(bench, cells):
-    """A profile, measured once, against rounds measured again afterwards."""
+    """What a profile says of rounds that draft, with more text behind them, against these rounds, timed afterwards."""
     for capacity in CAPACITIES:
         for batch in BATCHES:
-            if cells.has(part="predict", batch=batch, capacity=capacity):
+            methods = bench.methods()
+            make = methods.get("ddtree", methods["prompt_lookup"])
+            plan = bench.plan(smart(make(MOST // batch)))
+            buckets = plan.row_buckets(batch)
+            keys = {"part": "predict", "batch": batch, "capacity": capacity}
+            if cells.has(**keys, rows=buckets[-1]):
                 continue
-            plan = bench.plan(smart(prompt_lookup(MOST // batch)))
             profile = bench.profile(plan, batch, capacity, anew=True)
-            again = measure_cost(plan, bench.params, batch, capacity)
-            closed = profile.fit.verify(profile.rows)
-            for at, rows in enumerate(profile.rows):
+            cost, closed = profile.cost(), profile.fit.verify(profile.rows)
+            rest = float(cost.fixed + cost.draft[-1])
+            times = drafting_rounds(bench, plan, batch, capacity)
+            for at, rows in enumerate(buckets):
                 cells.add(
-                    part="predict",
-                    batch=batch,
-                    capacity=capacity,
+                    **keys,
                     rows=rows,
-                    round=again.fixed + again.verify[at],
-                    table=profile.fixed + profile.verify[at],
-                    closed=profile.fixed + float(closed[at]),
-                    device=device_name(),
+                    round=times[rows],
+                    table=rest + float(cost.verify[at]),
+                    closed=rest + float(closed[at]),
+                    disturbed=profile.disturbed,
                 )
+
+
+def drafting_rounds(bench, plan, batch, capacity):
+    """Median seconds of rounds that draft, by row bucket, with half a cache of text."""
+    params, ready = ready_rounds(plan, bench.params, batch, capacity, context=capacity // 2)
+
+    def four(state):
+        return advance(plan, params, state, 4)
+
+    buckets = plan.row_buckets(batch)
+    points = {rows: (four, lambda rows=rows: ready(rows, False)) for rows in buckets}
+    return {x: statistics.median(found) / 4 for x, found in time_points(points, 20.0).items()}
 
 
 def speed(bench, cells):
@@ -116,8 +133,8 @@ def speed(bench, cells):
             lanes |= {str(b): bench.plan(make(b)) for b in BUDGETS}
             memory = {}  # each lane's, through the benches
             for bench_name in BENCHES:
-                queue = bench.prompts(bench_name, GROUPS * batch)
-                for group in range(GROUPS):
+                queue = bench.prompts(bench_name, GROUPS[batch] * batch)
+                for group in range(GROUPS[batch]):
                     keys = {"batch": batch, "method": name, "bench": bench_name, "group": group}
                     if cells.has(part="speed", **keys):
                         continue
@@ -160,48 +177,51 @@ def too_dear(plan, params, batch):
 
 
 def controller(bench, cells):
-    """What SMART itself adds to a round: rounds of a method with and without it, verifying as many rows."""
+    """What SMART itself adds to the steps of a round that drafts and verifies whole trees."""
     for batch in BATCHES:
         for name, make in bench.methods().items():
             if cells.has(part="controller", batch=batch, method=name):
                 continue
-            method = make(32)
-            plans = {"with": bench.plan(smart(method, rest=False)), "without": bench.plan(method)}
-            params = bench.with_cost(bench.plan(smart(method)), batch, CAPACITY)
-            [ids] = bench.prompts("gsm8k", 1)
-            steps = {x: step_times(plan, params, ids, batch) for x, plan in plans.items()}
-            whole = sum(steps["with"].values())
-            added = sum(steps["with"][s] - steps["without"][s] for s in ("propose", "observe"))
+            added, whole = controller_seconds(bench, make(32), batch)
             cells.add(part="controller", batch=batch, method=name, added=added, round=whole)
 
 
-def step_times(plan, params, ids, batch, rounds=30):
-    """Median seconds of the steps of a round that SMART adds to, and of the others together."""
-    state = new_state(plan, params, batch, CAPACITY, jax.random.key(0))
+def controller_seconds(bench, method, batch):
+    """Seconds that SMART adds to the steps of a round, and of the whole round with it."""
+    clever, plain = bench.plan(smart(method)), bench.plan(method)
+    params, ready = ready_rounds(clever, bench.params, batch, CAPACITY)
+    most = clever.row_buckets(batch)[-1]
+    state = new_state(plain, params, batch, CAPACITY, jax.random.key(0))
+    prompt = (np.arange(33) * 7 % bench.target.config.vocab_size).tolist()
     for slot in range(batch):
-        state = admit(plan, params, state, slot, ids, slot, CAPACITY - len(ids))
-    method = plan.method
-    propose = jax.jit(lambda p, s, r: method.propose(p, s, r))
-    observe = jax.jit(lambda p, s, v: method.observe(p, s, v))
-    whole = jax.jit(decode_round, static_argnums=0)
-    times = {"propose": [], "observe": [], "whole": []}
-    for _ in range(rounds):
-        if state.rows.done.any():
-            break
-        after, verdict = jax.block_until_ready(whole(plan, params, state))
-        calls = {
-            "propose": lambda s=state: propose(params, s.method, s.roots),
-            "observe": lambda s=after, v=verdict: observe(params, s.method, v),
-            "whole": lambda s=state: whole(plan, params, s),
-        }
-        for step, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            times[step].append(time.perf_counter() - start)
-        state = after
-    found = {step: statistics.median(x[2:]) for step, x in times.items()}
-    found["others"] = found.pop("whole") - found["propose"] - found["observe"]
-    return found
+        state = admit(plain, params, state, slot, prompt, slot, CAPACITY)
+    copies = {
+        clever: lambda: ready(most, False),
+        plain: lambda: jax.tree.map(jnp.copy, state),
+    }
+    steps = {plan: [] for plan in copies}
+    for _ in range(ROUNDS):
+        for plan, copy in copies.items():
+            steps[plan].append(step_seconds(plan, params, copy))
+    taken = {plan: np.median(found[2:], axis=0) for plan, found in steps.items()}
+    points = {"round": (lambda s: advance(clever, params, s, 4), copies[clever])}
+    whole = statistics.median(time_points(points, 5.0)["round"]) / 4
+    return float((taken[clever] - taken[plain]).sum()), whole
+
+
+def step_seconds(plan, params, copy):
+    """Seconds of the steps that SMART adds to: propose, and absorb with observe."""
+    state = jax.block_until_ready(copy())
+    start = time.perf_counter()
+    tree, state = jax.block_until_ready(run_propose(plan, params, state))
+    proposed = time.perf_counter() - start
+    shapes = jax.eval_shape(lambda s, tree: verify(plan, params, s, tree), state, tree)
+    verified = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    given = jax.block_until_ready(run_accept_commit(plan, params, state, tree, verified))
+    verdict, state, kept = given
+    start = time.perf_counter()
+    jax.block_until_ready(run_absorb_observe(plan, params, state, verdict, kept))
+    return proposed, time.perf_counter() - start
 
 
 def extremes(bench, cells):
@@ -287,7 +307,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="+", choices=[*PARTS, "report"])
     parts = parser.parse_args().parts
-    cells = Cells(HERE / "results.jsonl")
+    cells = Cells(HERE / "results.jsonl", device=device_name(), jax=jax.__version__)
     keep_compilations()
     if set(parts) & set(PARTS):
         bench = Bench()

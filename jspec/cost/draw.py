@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jspec.cost.measure import DISTURBED
 from jspec.cost.profile import Profile
 from jspec.files import put
 
@@ -43,6 +44,11 @@ def print_profile(profile: Profile, console: Console) -> None:
         f"rho {fit.rho:.3g}; off by {100 * fit.median_error:.1f} % in the median, "
         f"{100 * fit.worst_error:.1f} % at most"
     )
+    if profile.disturbed > DISTURBED:
+        off = 100 * profile.disturbed
+        console.print(
+            f"something else was running: times were off by up to {off:.0f} %; measure again"
+        )
     if errors := profile.table_errors():
         console.print(
             "table: a row count from those around it is off by "

@@ -1,7 +1,8 @@
 """A cost profile for a TPU that is not there: an estimate, and labelled one wherever it is shown.
 
 Operations are what XLA's cost analysis counts in the lowered program of each row bucket; bytes are the weights and the
-cache, which every pass reads once. The slower of the two, by the chip's published peaks, is the time.
+cache, which every pass reads once. The slower of the two, by the chip's published peaks, is the time. Of a drafter that
+works level by level every level is taken to cost as much as the first, which reads the same weights.
 """
 
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec.cost.measure import works_by_level
 from jspec.cost.profile import Profile, Setting
 from jspec.method import Params
 from jspec.methods.smart import SmartShared
@@ -63,12 +65,14 @@ def estimate_profile(plan: Plan, params: Params, setting: Setting, kind: str) ->
     ]
     draft = jax.jit(plan.method.propose).lower(params, state.method, roots)
     drafted = _seconds(chip, draft, _bytes(params.get("head", ())) + _bytes(state.method.rows))
+    levels = max(plan.method.needs.depth, 1)
+    each = works_by_level(plan, params, state.method, roots)
     return Profile(
         setting=setting.__class__(**{**vars(setting), "device": f"tpu: {kind}"}),
         rows=plan.row_buckets(batch),
         verify=tuple(times),
         spread=(0.0,) * len(times),
-        draft=(drafted,) * max(plan.method.needs.depth, 1),
+        draft=tuple(drafted * (n + 1 if each else 1) for n in range(levels)),
         fixed=START,
         estimate=True,
     )

@@ -9,7 +9,7 @@ from jspec.cost.estimate import CHIPS
 from jspec.options import Drafting, Options, parse_into
 
 FIGURES = (".svg", ".png")
-CAPACITY = 512
+CAPACITY = 256  # that of a short prompt and 128 new tokens, as in ``python -m jspec.run``
 GRID_BATCHES, GRID_CAPACITIES = (1, 4, 8), (512, 1024)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from jspec.models.fetch import cache_dir
 from jspec.sampling import Sampling
 from jspec.state import Plan
 
-FORMAT = 1
+FORMAT = 2
 SIZE = 1 << 20  # bytes of a file, at most
+MOST = 1e9  # of any number in it
 
 
 class ProfileError(ValueError):
@@ -118,6 +118,7 @@ class Profile:
       draft: seconds of a draft that took 1, 2, ... passes.
       fixed: seconds of a round that are neither.
       estimate: not measured, but worked out for a device that is not there.
+      disturbed: see ``jspec.cost.measure.Measured``.
     """
 
     setting: Setting
@@ -127,11 +128,12 @@ class Profile:
     draft: tuple[float, ...]
     fixed: float
     estimate: bool = False
+    disturbed: float = 0.0
 
     @property
     def fit(self) -> Fit:
         """The paper's closed form."""
-        return fit_cost(self.rows, self.verify, self.draft[0])
+        return fit_cost(self.rows, self.verify, self.draft[-1])
 
     def cost(self) -> Cost:
         """What goes into ``params["cost"]``."""
@@ -184,6 +186,7 @@ def write_profile(path: Path, profile: Profile) -> None:
         "spread": profile.spread,
         "draft_seconds": profile.draft,
         "fixed_seconds": profile.fixed,
+        "disturbed": profile.disturbed,
         "closed_form": {"lambda": fit.weight, **{k: getattr(fit, k) for k in fit._fields[1:]}},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,6 +239,7 @@ def _profile(found: Any) -> Profile:
         draft=tuple(_numbers("draft_seconds", found["draft_seconds"])),
         fixed=_numbers("fixed_seconds", [found["fixed_seconds"]])[0],
         estimate=found["estimate"] is True,
+        disturbed=_numbers("disturbed", [found["disturbed"]])[0],
     )
     make_cost(profile.rows, profile.verify, profile.draft, profile.fixed)
     if profile.rows != profile.setting.buckets or len(profile.spread) != len(profile.rows):
@@ -245,7 +249,7 @@ def _profile(found: Any) -> Profile:
 
 def _numbers(name, values, kind=(int, float)):
     def fits(x):
-        return isinstance(x, kind) and not isinstance(x, bool) and math.isfinite(x) and x >= 0
+        return isinstance(x, kind) and not isinstance(x, bool) and 0 <= x < MOST
 
     if not isinstance(values, list) or not all(map(fits, values)):
         raise ValueError(f"{name} is {str(values)[:80]}")

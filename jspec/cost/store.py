@@ -5,7 +5,7 @@ import sys
 import numpy as np
 from jaxtyping import Int
 
-from jspec.cost.measure import measure_profile
+from jspec.cost.measure import DISTURBED, measure_profile
 from jspec.cost.profile import (
     Profile,
     ProfileError,
@@ -17,6 +17,8 @@ from jspec.cost.profile import (
 )
 from jspec.method import Params
 from jspec.state import Plan
+
+TINY = 3e-3  # seconds of a forward, below which nobody minds that times are noise
 
 
 def ready_profile(
@@ -30,7 +32,8 @@ def ready_profile(
 ) -> Profile:
     """The profile of a setting; where the cache has none, or a damaged or stale one, it is measured.
 
-    A cache that cannot be written is one line on stderr: the profile then holds for this process.
+    A cache that cannot be written is one line on stderr: the profile then holds for this process. So is a measurement
+    that was disturbed.
 
     Args:
       plan: its method is one of ``smart``.
@@ -50,6 +53,12 @@ def ready_profile(
         except ProfileError as error:
             print(f"jspec: {error}: it is measured anew", file=sys.stderr)
     profile = measure_profile(plan, params, setting, stops=stops, seconds=seconds)
+    if profile.disturbed > DISTURBED and profile.verify[0] > TINY:
+        off = f"{100 * profile.disturbed:.0f} %"
+        print(
+            f"jspec: measuring costs was disturbed: times off by {off}; for better ones run python -m jspec.cost",
+            file=sys.stderr,
+        )
     try:
         write_profile(path, profile)
     except OSError as error:

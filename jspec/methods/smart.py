@@ -98,12 +98,13 @@ def smart(
       queue: known tokens that wait, at most, while drafting rests.
 
     Raises:
-      ValueError: an argument out of range; in ``init``, no cost model, or a memory of another kind.
+      ValueError: an argument out of range; in ``init``, no cost model, one that ends at fewer rows than a full batch
+        verifies, or a memory of another kind.
     """
     check_method(method)
     if rule not in RULES:
         raise ValueError(f"rule must be 'exact' or 'marginal', got {rule!r}")
-    if not 0 < alpha <= 1:
+    if not (isinstance(alpha, int | float) and 0 < alpha <= 1):
         raise ValueError(f"alpha must be in (0, 1], got {alpha!r}")
     benefit = RULES[rule] if benefit is None else benefit
     if benefit not in BENEFITS:
@@ -135,6 +136,14 @@ def _smart(method, rule, alpha, benefit, rest, room):
     def init(params, batch, capacity, memory):
         if not isinstance(params.get("cost"), Cost):
             raise ValueError('params must hold a cost model for smart, as "cost": see jspec.cost')
+        known = params["cost"].rows
+        if (
+            not isinstance(known, jax.core.Tracer)
+            and (most := int(known[-1])) < batch * method.budget
+        ):
+            raise ValueError(
+                f"the cost model must know {batch} rows of {method.budget} nodes, it ends at {most}"
+            )
         if memory is None:
             memory = SmartMemory(None, no_calibration(), open_ledger())
         elif not isinstance(memory, SmartMemory):
@@ -246,17 +255,18 @@ def _smart(method, rule, alpha, benefit, rest, room):
         said = take(verdict.tokens, jnp.maximum(verdict.path, 0))
         seen = rows.drafted, said, verdict.count, took_part
         calibration, ledger = shared.calibration, shared.ledger
+        stands, _ = standing(rows.drafted, said, verdict.count)
+        missed = jnp.where(took_part, stands.sum(axis=1) - verdict.count, 0).sum()
+        missed = missed / jnp.maximum(took_part.sum(), 1)
+        ledger = close_round(ledger, verdict.count, took_part, missed)
         if rest:
             calibration = lax.cond(awake, lambda c: learn(c, *seen), lambda c: c, calibration)
-            stands, _ = standing(rows.drafted, said, verdict.count)
-            missed = jnp.where(took_part, stands.sum(axis=1) - verdict.count, 0).sum()
-            missed = missed / jnp.maximum(took_part.sum(), 1)
-            ledger = close_round(ledger, verdict.count, took_part, missed)
             wakes = (shared.ledger.rest == 1) & (ledger.rest == 0)
             # Before a try, what was learned counts for less: a drafter that was bad then may be good now.
             calibration = jax.tree.map(lambda x: jnp.where(wakes, x / 2, x), calibration)
         else:
             calibration = learn(calibration, *seen)
+            ledger = ledger._replace(rest=jnp.zeros_like(ledger.rest))
         rows = rows._replace(
             active=jnp.where(rows.open, took_part, rows.active), open=jnp.zeros_like(rows.open)
         )
@@ -279,10 +289,10 @@ def _smart(method, rule, alpha, benefit, rest, room):
     )
 
 
-def hold(state: MethodState, resting: bool) -> MethodState:
-    """A state of smart that rests, or drafts without a try, for as many rounds as a measurement takes."""
+def hold(state: MethodState, resting: bool, rounds: int = 1 << 30) -> MethodState:
+    """A state of smart that rests for so many rounds, or drafts without a try, as a measurement wants it."""
     ledger = state.shared.ledger._replace(
-        rest=jnp.int32(1 << 30 if resting else 0),
+        rest=jnp.int32(rounds if resting else 0),
         credit=jnp.float32(1 << 30),
         trial=jnp.array(False),
     )

@@ -175,5 +175,5 @@ def test_options_of_a_run():
     options = parse(["--batch", "4", "--budget", "9", "--temperature", "0.5"])
     given = options.run_options()
     assert (given.batch, given.budget, given.temperature, given.smart) == (4, 9, 0.5, "on")
-    assert options.cells == [(4, 512)]
+    assert options.cells == [(4, 256)]
     assert parse(["--grid"]).cells == [(b, c) for c in (512, 1024) for b in (1, 4, 8)]

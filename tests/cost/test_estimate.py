@@ -1,6 +1,7 @@
 """Estimates for chips that are not there."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,12 +11,14 @@ from jspec.cost.table import make_cost
 from jspec.methods import ar, prompt_lookup, smart
 from jspec.models.transformer import fuse
 from jspec.state import Plan
+from tests.drafters import by_level
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model):
     config, params = tiny_model()
-    return config, {"target": fuse(config, params), "cost": make_cost([1], [1.0])}
+    text = jnp.arange(300) % 61
+    return config, {"target": fuse(config, params), "cost": make_cost([1], [1.0]), "text": text}
 
 
 def test_few_rows_cost_what_is_read_and_many_what_is_computed(tiny, monkeypatch):
@@ -37,6 +40,16 @@ def test_few_rows_cost_what_is_read_and_many_what_is_computed(tiny, monkeypatch)
     assert (bound[1] - START) * REACHED * slow.flops == pytest.approx(64 * work, rel=0.3)
     assert bound[1] > 20 * bound[0]
     assert np.isfinite(found.cost().verify).all()
+
+
+def test_each_level_of_a_drafter_that_has_them_is_a_pass(tiny):
+    config, params = tiny
+    one_pass, levels = prompt_lookup(8), by_level(3, 2, 0.9, config.vocab_size)
+    for method, passes in ((one_pass, [1] * one_pass.needs.depth), (levels, [1, 2, 3])):
+        plan = Plan(config, smart(method), buckets=(1, 8))
+        setting = setting_of(plan, params, "t", None, 1, 256)
+        draft = estimate_profile(plan, params, setting, "v6e").draft
+        assert draft == pytest.approx([n * draft[0] for n in passes]) and draft[0] > 0
 
 
 def test_what_it_refuses(tiny):

@@ -65,6 +65,40 @@ def test_the_parts_add_up_to_the_rounds(tiny, clock, batch):
     assert [resting for _, resting, _ in clock].count(False) == 1 + measure.LEAST
 
 
+@pytest.mark.parametrize("often", [False, True])
+def test_a_bucket_that_was_disturbed_is_measured_again(tiny, clock, monkeypatch, often):
+    """No bucket is dearer than those of more rows: else these would look free."""
+    config, params = tiny
+    quiet, calls = measure.advance, []
+
+    def advance(plan, params, state, most):
+        rows, start = int(state.least_rows), measure.time.perf_counter()
+        state = quiet(plan, params, state, most)
+        if (
+            rows == 1
+            and int(state.method.shared.ledger.rest)
+            and (often or len(calls) <= measure.LEAST)
+        ):
+            calls.append(rows)
+            quiet(plan, params, state, 2 * most)  # three times as long
+        assert measure.time.perf_counter() > start
+        return state
+
+    monkeypatch.setattr(measure, "advance", advance)
+    plan = Plan(config, smart(echo(4, 3)), buckets=BUCKETS)
+    found = measure_cost(plan, params, 1, 256, seconds=0)
+    true = [0.010 + 0.002 * rows for rows in found.rows]
+    rounds = [found.fixed + seconds for seconds in found.verify]
+    if often:
+        assert rounds == pytest.approx([true[1], *true[1:]])
+        assert found.disturbed == pytest.approx(3 * true[0] / true[1] - 1)
+        assert len(calls) == (1 + measure.AGAIN) * (1 + measure.LEAST)
+    else:
+        assert rounds == pytest.approx(true) or rounds == pytest.approx([true[1], *true[1:]])
+        assert found.disturbed <= 3 * true[0] / true[1] - 1
+    assert found.draft == pytest.approx((0.003 + true[0] - rounds[0],) * 3)
+
+
 def test_the_program_is_the_one_that_decodes(tiny):
     """Decoding after a measurement compiles no round, nor the measurement after decoding."""
     config, params = tiny
@@ -96,8 +130,8 @@ def test_levels_are_timed_where_a_drafter_has_them(tiny, clock, monkeypatch):
             chex.assert_tree_all_finite(call(make()).depths)
         return {n: [0.001 * n + 0.1] for n in points}
 
-    whole = measure._time
-    monkeypatch.setattr(measure, "_time", timed)
+    whole = measure.time_points
+    monkeypatch.setattr(measure, "time_points", timed)
     found = measure_cost(plan, params, 1, 256, seconds=0)
     assert asked == [1, 2, 3]
     assert found.draft == pytest.approx((0.001, 0.002, 0.003))

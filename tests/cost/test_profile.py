@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+import numpy as np
 import pytest
 
 from jspec.cost import store
@@ -62,6 +63,12 @@ def test_what_is_written_is_read_again(profile, tmp_path):
     assert profile.table_errors() == pytest.approx([abs(0.04 / 0.04 - 1)], abs=1e-9)
 
 
+def test_the_closed_form_is_about_whole_drafts(profile):
+    rows = np.asarray(profile.rows)
+    rising = dataclasses.replace(profile, draft=(0.001, 0.002, 0.003))
+    assert rising.fit.weight == pytest.approx(0.003 * rows.sum() / (rows * rows).sum())
+
+
 def test_a_setting_is_all_that_counts(tiny, profile):
     plan, params = tiny
     setting = profile.setting
@@ -101,7 +108,7 @@ def damage(profile, path, **changes):
 
 
 DAMAGES = {
-    "another version": {"format": 2},
+    "another version": {"format": 1},
     "rows is": {"rows": [1, 2, "4"]},
     "rows must ascend": {"rows": [1, 4, 2]},
     "rows, buckets and spread": {"rows": [1, 2, 8]},
@@ -110,6 +117,9 @@ DAMAGES = {
     "draft_seconds is": {"draft_seconds": 3},
     "draft must have": {"draft_seconds": []},
     "fixed_seconds is": {"fixed_seconds": None},
+    "fixed_seconds is 1": {"fixed_seconds": 1e39},
+    "disturbed is": {"disturbed": "no"},
+    "rows is ": {"rows": [1, 2, 10**400]},
     "setting.head is": {"setting": "device"},
     "spread do not": {"spread": []},
 }
