@@ -107,3 +107,10 @@ def grow(
     full = jnp.full_like(tree.size, tree.budget)
     grown = Tree(tokens, parents, depths, scores, tree.source, full)
     return compact(grown, scores > -jnp.inf), carry
+
+
+def best_paths(tree: Tree, depth: int) -> Float[Array, "B D"]:
+    """The log-probability of the likeliest path to each depth from 1 to D; -inf where there is none."""
+    wanted = jnp.arange(1, depth + 1)
+    there = tree.live[:, :, None] & (tree.depths[:, :, None] == wanted)
+    return jnp.max(jnp.where(there, tree.scores[:, :, None], -jnp.inf), axis=1, initial=-jnp.inf)

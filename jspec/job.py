@@ -132,7 +132,8 @@ def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Hea
     if options.graft == "on":
         if method.budget == 1:
             raise ValueError("--graft on has no room with a budget of 1: use --graft off")
-        method = ready_graft(method, target.fingerprint, head and head.fingerprint)
+        names = target.fingerprint, head and head.fingerprint
+        method = ready_graft(method, *names, greedy=sampling.greedy)
     if options.smart == "on":
         if method.budget == 1:
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")

@@ -52,12 +52,17 @@ class MethodState:
 
 
 class Proposal(NamedTuple):
-    """What ``propose`` returns: the tree to verify; lookahead rows and draft logits where the method has them."""
+    """What ``propose`` returns: the tree to verify; lookahead rows and draft logits where the method has them.
+
+    ``sure`` [B, D] is the log-probability of the best path to each depth from 1 on, as drafted, before any node was
+    left out; -inf where no node was drafted. None: the tree is all that was drafted.
+    """
 
     tree: Tree
     lookahead: Any = None
     draft_logits: Array | None = None
     passes: Int[Array, ""] | int = 0  # of a draft head, or levels where it drafts by levels
+    sure: Float[Array, "B D"] | None = None
 
 
 class Verdict(NamedTuple):

@@ -237,6 +237,21 @@ def test_graft_at_other_budgets(tiny, reference, budget, name):
         assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [8, 32, 64])
+@pytest.mark.parametrize("factory", [domino, dartree])
+@pytest.mark.parametrize("kind", ["graft", "smart", "both"])
+def test_path_conditioned_trees_at_other_budgets(tiny, reference, factory, budget, kind):
+    config, params = tiny
+    queue = prompts(config.vocab_size)
+    method = make(factory, config, budget)
+    method = method if kind == "smart" else graft(method, thresholds=(0.3, 0.2, 0.1))
+    method = method if kind == "graft" else smart(method, queue=5)
+    name = "top-p" if budget == 32 else "greedy"
+    ours = texts(config, params, method, SAMPLINGS[name], 5, queue)
+    assert not unexcused(config, params, SAMPLINGS[name], queue, ours, reference[name])
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_slots_and_neighbours_do_not_matter(tiny, reference, name):
     config, params = tiny

@@ -33,12 +33,15 @@ _UNSERVED = ("norm_before_fc", "fc_norm", "norm_output")  # of speculators
 
 
 def is_eagle(data: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that it is one of these heads."""
+    """Whether a config.json says that it is one of these heads, or is a plain Llama's but for a draft vocabulary."""
     names = data.get("architectures")
     names = names if isinstance(names, list) else []
-    return data.get("speculators_model_type") == "eagle3" or any(
+    if data.get("speculators_model_type") == "eagle3" or any(
         "eagle" in str(n).lower() for n in names
-    )
+    ):
+        return True
+    other = any(key in data for key in ("dflash_config", "block_size", "speculators_model_type"))
+    return data.get("model_type") == "llama" and "draft_vocab_size" in data and not other
 
 
 def config_from_json(data: Mapping[str, Any]) -> EagleConfig:

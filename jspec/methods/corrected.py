@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jspec.growth import grow
+from jspec.growth import best_paths, grow
 from jspec.heads.config import HeadConfig
 from jspec.heads.correction import Score, gru_step, read_tokens, widened
 from jspec.heads.parallel import draft_block
@@ -72,8 +72,9 @@ def _corrected(name, scorer, head_config, budget, depth, keep, limits, depth_pen
         tree, (levels, _) = grow(
             expand, (jnp.int32(0), empty), roots, depth, keep, keep, keep_growing, limits
         )
+        sure = best_paths(tree, depth)
         if tree.budget > budget:
             tree = select(tree, budget, depth_penalty)
-        return Proposal(tree, passes=levels), state
+        return Proposal(tree, passes=levels, sure=sure), state
 
     return head_reader(name, propose, head_config, budget, depth, detail)

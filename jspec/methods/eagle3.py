@@ -3,7 +3,7 @@
 import functools
 
 from jspec.device import cache_dtype
-from jspec.growth import grow
+from jspec.growth import best_paths, grow
 from jspec.heads.config import check_kind
 from jspec.heads.eagle import begin_draft, draft_level, empty_state, read_known
 from jspec.heads.eagle_config import EagleConfig
@@ -61,7 +61,8 @@ def _eagle3(head_config, budget, depth, width):
         expand = functools.partial(draft_level, head_config, *parts, children)
         start = begin_draft(state.rows, depth, width)
         tree, draft = grow(expand, start, roots, depth, width, keep, keep_growing)
-        return Proposal(select(tree, budget), passes=draft.passes), state
+        sure = best_paths(tree, depth)
+        return Proposal(select(tree, budget), passes=draft.passes, sure=sure), state
 
     needs = Needs(depth=depth, taps=head_config.taps)
     return Method("eagle3", budget, propose, needs, init, absorb, detail=f"width {width}")

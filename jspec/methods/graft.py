@@ -17,10 +17,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jspec.calibration import along_paths, edge_values
+from jspec.growth import best_paths
 from jspec.method import Memory, Method, MethodState, Proposal, check_range, unchanged
 from jspec.methods.prompt_lookup import prompt_lookup
 from jspec.methods.token_recycling import token_recycling
-from jspec.tree import Tree, assemble, ranks, take
+from jspec.tree import assemble, ranks, take
 
 CHECKPOINTS = (0, 1, 5)
 SHARES = (52 / 60, 36 / 60, 20 / 60)  # of the paper's 60 nodes
@@ -63,7 +64,7 @@ def graft(
 ) -> Method:
     """Drafts with a method as far as it is sure, and fills the budget with what was retrieved.
 
-    Checkpoint d looks at the likeliest candidate of depth d + 1 (nothing, where there is none). Where its path
+    Checkpoint d looks at the likeliest candidate of depth d + 1 (nothing, where none was drafted). Where its path
     probability is below the checkpoint's threshold, a drafter that works level by level stops there, only its best
     nodes are retained, and the checkpoint's share of the budget goes to a tree of retrieved tokens below the root.
     Whatever room the retained nodes leave is theirs: a node that is drafted as well takes no room twice, and what no
@@ -76,8 +77,9 @@ def graft(
 
     ``params["graft"]``, where it is there, are thresholds to be used instead of the method's own: an array of as many,
     or one number for all.
-    Memory is a ``GraftMemory``. Of a node that is both drafted and retrieved, the drafter's score and source count; a
-    retrieved one's score is its retriever's, below a leaf added to the leaf's, and never above its parent's.
+    Memory is a ``GraftMemory``. Of a retained node that was retrieved as well, the drafter's score and source count;
+    one that was pruned and came back by retrieval is a retrieved one. Its score is its retriever's, below a leaf added
+    to the leaf's, and never above its parent's.
 
     Args:
       method: who drafts; one of budget 1 has no room for anything, and is returned.
@@ -122,7 +124,11 @@ def graft(
     retrievers = tuple(made[name](**given) for name in names)
     tail = leaves if place == "tail" else 0
     quotas = tuple(_retained(share, budget - 1) for share in shares)
-    return _graft(method, retrievers, checkpoints, thresholds, quotas, tail, bool(prune))
+    where = (
+        f"tail, leaves {leaves}" if tail else f"root, checkpoints {checkpoints}, retained {quotas}"
+    )
+    detail = f"{where}, thresholds {thresholds}" if prune else f"{where}, unpruned"
+    return _graft(method, retrievers, checkpoints, thresholds, quotas, tail, bool(prune), detail)
 
 
 def check_checkpoints(checkpoints: Sequence[Any]) -> tuple[int, ...]:
@@ -166,7 +172,7 @@ def _retained(share: float, room: int) -> int:
 
 
 @functools.cache
-def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune):
+def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune, detail):
     parts = (method, *retrievers)
     budget, own = method.budget, method.needs
     reach = max(part.needs.depth for part in retrievers)
@@ -214,7 +220,7 @@ def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune):
             sure = edge_values(draft) >= limits[0]
             retained = along_paths(draft, sure.astype(jnp.float32), own.depth) > 0
         elif watched or not prune:
-            retained &= ranks(draft.scores) <= quota(draft, limits)[:, None]
+            retained &= ranks(draft.scores) <= quota(proposal, limits)[:, None]
         lists = [_candidates(draft, jnp.where(retained, 0.0, _after(_OTHERS, draft.scores)))]
         below = _leaves(draft, retained, tail) if tail else jnp.zeros_like(roots)[:, None]
         for part, s in zip(retrievers, others):
@@ -223,14 +229,14 @@ def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune):
         *fields, order = (jnp.concatenate(x, axis=1) for x in zip(*lists))
         tree = assemble(roots, *fields, budget, depth, order)
         state = join(state, [drafter, *others], jnp.ones_like(state.rows.open))
-        return Proposal(tree, proposal.lookahead, passes=proposal.passes), state
+        return proposal._replace(tree=tree), state
 
-    def quota(draft, limits):
+    def quota(proposal, limits):
         """Drafted nodes to be retained, roots left out."""
-        most = jnp.full_like(draft.size, budget if prune else quotas[-1])
+        most = jnp.full_like(proposal.tree.size, budget if prune else quotas[-1])
         if not watched:
             return most
-        below = confidence(draft, watched) < limits[: len(watched)]
+        below = confidence(proposal, watched) < limits[: len(watched)]
         stage = jnp.argmax(below, axis=1)
         return jnp.where(below.any(axis=1), jnp.asarray(quotas)[stage], most)
 
@@ -266,15 +272,21 @@ def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune):
         observe if learns else unchanged,
         memory,
         path_only=all(part.path_only for part in learns),
-        detail="; ".join(part.detail for part in parts),
+        detail="; ".join(part.detail for part in parts) + f"; {detail}",
     )
 
 
-def confidence(tree: Tree, checkpoints: Sequence[int]) -> Float[Array, "B C"]:
-    """The path probability of the likeliest node of depth d + 1, for each checkpoint d; 0 where there is none."""
-    wanted = 1 + jnp.asarray(checkpoints, jnp.int32)
-    there = tree.live[:, :, None] & (tree.depths[:, :, None] == wanted)
-    return jnp.exp(jnp.max(jnp.where(there, tree.scores[:, :, None], -jnp.inf), axis=1))
+def confidence(proposal: Proposal, checkpoints: Sequence[int]) -> Float[Array, "B C"]:
+    """The path probability of the likeliest node of depth d + 1, for each checkpoint d; 0 where there is none.
+
+    Of all nodes that were drafted: a drafter may have left that one out of a small tree for better ones of less depth.
+    """
+    depth, sure = 1 + max(checkpoints), proposal.sure
+    if sure is None:
+        sure = best_paths(proposal.tree, depth)
+    beyond = max(0, depth - sure.shape[1])
+    sure = jnp.pad(sure, [(0, 0), (0, beyond)], constant_values=-jnp.inf)
+    return jnp.exp(sure[:, jnp.asarray(checkpoints, jnp.int32)])
 
 
 def keep_sure(checkpoints: Sequence[int], limits: Float[Array, " C"], outer=None):

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from jspec.device import cache_dtype
 from jspec.heads.config import HeadConfig, check_kind
 from jspec.heads.parallel import draft_table, empty_cache, read_context
@@ -66,7 +68,8 @@ def _one_pass(name, build, head_config, budget, depth, width):
         table = draft_table(
             head_config, params["head"], params["target"], state.rows, roots, depth, width
         )
-        return Proposal(build(*table, roots, budget), passes=1), state
+        sure = jnp.cumsum(table.logps[:, :, 0], axis=1)
+        return Proposal(build(*table, roots, budget), passes=1, sure=sure), state
 
     return head_reader(name, propose, head_config, budget, depth, f"width {width}")
 

@@ -25,6 +25,7 @@ from jspec.calibration import (
 from jspec.choice import choose_bucket, choose_marginal
 from jspec.cost.table import Cost, bucket_of, draft_seconds, level_seconds
 from jspec.deferral import Queue, defer, empty_queue
+from jspec.growth import best_paths
 from jspec.method import (
     Memory,
     Method,
@@ -174,7 +175,7 @@ def _smart(method, rule, alpha, benefit, rest, room):
         return put(state, inner, state.rows._replace(queue=queue, active=active))
 
     def draft(params, state, roots, outer):
-        """The method's trees cut to what pays and whole, the passes they took, their price and their promise."""
+        """The method's trees cut to what pays and whole, how sure they were, their passes, price and promise."""
         cost, active, ledger = params["cost"], state.rows.active, state.shared.ledger
         chance = functools.partial(calibrated, estimates(state.shared.calibration, alpha))
         few = jnp.maximum(active.sum(), 1)
@@ -210,42 +211,42 @@ def _smart(method, rule, alpha, benefit, rest, room):
         price = (cost.verify[bucket_of(cost, jnp.maximum(rows, 1))] + drafted) / plain
         if whole.budget != method.budget:  # one shape for all rounds, those that rest too
             whole = compact(whole, whole.live, method.budget)
-        return tree, whole, passes, inner, price, promise
+        sure = best_paths(proposal.tree, needs.depth) if proposal.sure is None else proposal.sure
+        return tree, whole, sure, passes, inner, price, promise
 
     def propose(params, state, roots, keep_growing=None):
         ledger, rows = state.shared.ledger, state.rows
         state = put(state, own(state), rows._replace(open=jnp.ones_like(rows.open)))
         before, shape = jax.tree.flatten(own(state))
-        fresh, width = [], 0  # leaves of the method's own state that drafting changes
+        fresh = []  # which leaves of the method's own state drafting changes
 
         def look():
-            nonlocal width
-            tree, _, _, inner, *_ = draft(params, state, roots, keep_growing)
-            width = tree.tokens.shape[1]
+            tree, _, sure, _, inner, *_ = draft(params, state, roots, keep_growing)
             fresh[:] = [a is not b for a, b in zip(jax.tree.leaves(inner), before, strict=True)]
-            return tree
+            return tree, sure
 
-        jax.eval_shape(look)
+        shapes, none_sure = jax.eval_shape(look)
 
         def wake():
-            tree, whole, passes, inner, *said = draft(params, state, roots, keep_growing)
+            *found, inner, price, promise = draft(params, state, roots, keep_growing)
             changed = [x for x, new in zip(jax.tree.leaves(inner), fresh, strict=True) if new]
-            return tree, whole, passes, changed, *said
+            return *found, changed, price, promise
 
         def pause():
             same, one = [x for x, new in zip(before, fresh, strict=True) if new], jnp.float32(1.0)
-            none = root_only(roots, method.budget)
-            return root_only(roots, width), none, jnp.int32(0), same, one, one
+            cut, whole = (root_only(roots, n) for n in (shapes.budget, method.budget))
+            sure = jnp.full(none_sure.shape, -jnp.inf, none_sure.dtype)
+            return cut, whole, sure, jnp.int32(0), same, one, one
 
         found = lax.cond(ledger.rest == 0, wake, pause) if rest else wake()
-        tree, whole, passes, changed, price, promise = found
+        tree, whole, sure, passes, changed, price, promise = found
         changed = iter(changed)  # what stays is not passed through the cond, which would copy it
         inner = [next(changed) if new else x for x, new in zip(before, fresh, strict=True)]
         ledger = ledger._replace(price=price, promise=promise)
         inner = jax.tree.unflatten(shape, inner)
         rows, shared = state.rows._replace(drafted=whole), state.shared._replace(ledger=ledger)
         state = put(state, inner, rows, shared)
-        return Proposal(tree, passes=passes), state
+        return Proposal(tree, passes=passes, sure=sure), state
 
     def observe(params, state, verdict):
         rows, shared = state.rows, state.shared

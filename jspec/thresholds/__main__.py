@@ -58,13 +58,14 @@ def calibrate(options: ThresholdOptions, console: Console) -> Thresholds:
     head, drafter = make_method(asked, target)
     if drafter.budget == 1:
         raise ValueError(f"--method {drafter.name} with a budget of 1 has no room for graft")
-    use = use_of(drafter, target.fingerprint, head and head.fingerprint)
-    plan = Plan(target.config, graft(drafter, **graft_options(use)), Sampling(options.temperature))
+    sampling = Sampling(options.temperature)
+    use = use_of(drafter, target.fingerprint, head and head.fingerprint, sampling.greedy)
+    plan = Plan(target.config, graft(drafter, **graft_options(use)), sampling)
     ids = [encode_prompt(target, prompt) for prompt in prompts]
     job = Job(asked, target, head, plan, prompts, ids, target_stops(target))
     found = search(job, drafter, use)
     write_thresholds(thresholds_path(use), found)
-    console.print(f"{len(ids)} prompts, {found.rounds} rounds, budget {found.budget}")
+    console.print(f"{len(ids)} prompts, {found.rounds} rounds, budget {use.budget}")
     names = ("edges",) if use.place == "tail" else [f"checkpoint {d}" for d in found.checkpoints]
     for name, value in zip(names, found.values, strict=True):
         console.print(f"{name}: below {value:.2f}")
@@ -121,7 +122,6 @@ def search(job: Job, drafter, use: Use) -> Thresholds:
         use,
         CHECKPOINTS,
         values,
-        budget=job.plan.method.budget,
         prompts=len(job.ids),
         rounds=len(rounds.tokens),
         tokens=tokens,

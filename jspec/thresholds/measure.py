@@ -116,7 +116,7 @@ def _probe(plan, drafter, checkpoints, params, state: DecodeState, limits):
 
         own = inner_state(state.method)
         proposal, _ = drafter.propose(params, own, state.roots, keep_growing)
-        return confidence(proposal.tree, (depth,))[:, 0]
+        return confidence(proposal, (depth,))[:, 0]
 
     trees, passes = lax.map(draft, limits)
     empty = jnp.zeros((state.roots.shape[0], 0))

@@ -11,7 +11,7 @@ from jspec.method import Method
 from jspec.methods.graft import check_checkpoints, check_thresholds, graft
 from jspec.models.fetch import cache_dir
 
-FORMAT = 1
+FORMAT = 2
 SIZE = 1 << 20  # bytes of a file, at most
 CHAINS = ("dflash", "domino")  # they draft chains: retrieved tokens go on where the sure part ends
 
@@ -26,6 +26,9 @@ class Use:
       method: name of the method that drafts.
       place: of ``graft``.
       retrieve: likewise.
+      budget: most nodes of a tree.
+      detail: the method's own, and its depth.
+      greedy: at temperature 0.
     """
 
     target: str
@@ -33,6 +36,9 @@ class Use:
     method: str
     place: str
     retrieve: str
+    budget: int
+    detail: str
+    greedy: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +49,6 @@ class Thresholds:
       use: what they hold for.
       checkpoints: of ``graft``; there is a threshold for each, or one alone where ``use.place`` is "tail".
       values: the thresholds.
-      budget: of the trees that they were calibrated with.
       prompts: how many.
       rounds: how many were counted.
       tokens: a round, expected with these thresholds.
@@ -53,38 +58,42 @@ class Thresholds:
     use: Use
     checkpoints: tuple[int, ...]
     values: tuple[float, ...]
-    budget: int
     prompts: int
     rounds: int
     tokens: float
     unpruned: float
 
 
-def use_of(method: Method, target: str, head: str | None) -> Use:
+def use_of(method: Method, target: str, head: str | None, greedy: bool) -> Use:
     """What ``--graft on`` makes of a method.
 
     Args:
       method: who drafts.
       target: fingerprint of the target.
       head: likewise of the head, or None.
+      greedy: at temperature 0.
     """
     place = "tail" if method.name in CHAINS else "root"
-    return Use(target, head, method.name, place, "table")
+    detail = f"depth {method.needs.depth}, {method.detail}"
+    return Use(target, head, method.name, place, "table", method.budget, detail, greedy)
 
 
-def ready_graft(method: Method, target: str, head: str | None = None, **options: Any) -> Method:
+def ready_graft(
+    method: Method, target: str, head: str | None = None, *, greedy: bool = True, **options: Any
+) -> Method:
     """``graft`` of a method as ``--graft on`` has it: with calibrated thresholds, else with the usual ones.
 
     Args:
       method: who drafts.
       target: fingerprint of the target.
       head: likewise of the head, or None.
+      greedy: at temperature 0.
       **options: further ones of ``graft``.
 
     Raises:
       ValueError: a file of thresholds that is damaged.
     """
-    use = use_of(method, target, head)
+    use = use_of(method, target, head, greedy)
     path, found = thresholds_path(use), {}
     if path.exists():
         kept = read_thresholds(path, use)
@@ -129,7 +138,7 @@ def read_thresholds(path: Path, use: Use) -> Thresholds:
             raise ValueError("it is too large")
         found = _thresholds(json.loads(text))
         if found.use != use:
-            raise ValueError("it is for another target, head or method")
+            raise ValueError("it is for another target, head, method or temperature")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -65,6 +65,7 @@ EAGLE_8B = EagleConfig(
     norm_eps=1e-5,
     draft_vocab_size=32000,
 )
+PLAIN = LLAMA_8B | {"architectures": ["LlamaForCausalLM"]}  # as some are published
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
@@ -87,6 +88,12 @@ def test_a_published_config():
     assert (ours.taps, ours.target_layers) == ((1, 15, 28), 32)
     whole = config_from_json(LLAMA_8B | {"draft_vocab_size": 128256})
     assert whole == dataclasses.replace(EAGLE_8B, draft_vocab_size=None)
+
+
+def test_one_that_is_published_as_a_plain_llama():
+    assert is_eagle(PLAIN) and config_of_any_kind(PLAIN) == EAGLE_8B
+    without = {k: v for k, v in PLAIN.items() if k != "draft_vocab_size"}
+    assert not is_eagle(without) and not is_eagle(PLAIN | {"block_size": 8})
 
 
 def test_the_other_spelling():

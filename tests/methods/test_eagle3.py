@@ -15,7 +15,7 @@ from jspec.driver import decode_all, outcome
 from jspec.heads.eagle import best_drafts, block_hidden, init_head, with_draft_ids
 from jspec.heads.eagle_config import eagle_config_for
 from jspec.method import MethodState
-from jspec.methods import ar, eagle3, smart
+from jspec.methods import ar, eagle3, graft, smart
 from jspec.models.transformer import fuse
 from jspec.prefill import _insert, _read_chunk, admit
 from jspec.recording import record, replay, text_taps
@@ -83,6 +83,37 @@ def test_smart_changes_nothing(tiny, reference, name, batch, rule):
     method = smart(eagle3(head, 16, depth=5), rule=rule, queue=5)
     ours = texts(config, params, method, sampling, batch, queue)
     assert not unexcused(config, params, sampling, queue, ours, reference(name))
+
+
+QUICK_GRAFT = [(16, "top-p", 5, True)]
+GRAFT = [
+    pytest.param(*case, marks=[] if case in QUICK_GRAFT else [pytest.mark.slow])
+    for case in itertools.product((8, 16, 32, 64), ("greedy", "top-p"), (1, 5), (False, True))
+]
+
+
+@pytest.mark.parametrize(("budget", "name", "batch", "under_smart"), GRAFT)
+def test_graft_changes_nothing(tiny, reference, budget, name, batch, under_smart):
+    """The paper's own setting; the thresholds prune some rounds and not others."""
+    config, head, params = tiny
+    queue, sampling = prompts(config.vocab_size), SAMPLINGS[name]
+    method = graft(eagle3(head, budget, depth=6), thresholds=(0.3, 0.05, 1e-4))
+    method = smart(method, queue=5) if under_smart else method
+    ours = texts(config, params, method, sampling, batch, queue)
+    assert not unexcused(config, params, sampling, queue, ours, reference(name))
+
+
+def test_a_draft_that_graft_stops_takes_fewer_passes(tiny):
+    config, head, params = tiny
+    queue = prompts(config.vocab_size)
+    options = {"max_new_tokens": 12, "capacity": CAPACITY, "batch": 5}
+    passes = {}
+    for limits in ((0.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 0.0)):
+        plan = Plan(config, graft(eagle3(head, 8, depth=6), thresholds=limits), buckets=(1, 8, 64))
+        done, run = decode_all(plan, params, queue[:5], **options)
+        rounds = max(len(one.trace) for one in done)
+        passes[limits] = int(run.state.draft_passes) / rounds
+    assert list(passes.values()) == [6, 2, 1]
 
 
 # Rounds, on a vocabulary so small that an untrained head's trees are often right.

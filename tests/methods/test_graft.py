@@ -10,18 +10,22 @@ import numpy as np
 import oracles
 import pytest
 
+from jspec.cost.table import make_cost
 from jspec.decode import decode_round
 from jspec.driver import decode_all
+from jspec.growth import best_paths
 from jspec.heads.config import config_for
 from jspec.heads.parallel import init_head
+from jspec.method import Proposal
 from jspec.methods import ar, ddtree, graft, prompt_lookup, smart, token_recycling
 from jspec.methods.graft import GraftMemory, confidence, inner_state
+from jspec.methods.smart import hold
 from jspec.models.transformer import fuse
 from jspec.prefill import admit
 from jspec.recording import record, replay
 from jspec.sampling import Sampling
 from jspec.state import Plan, new_state
-from jspec.tree import HEAD, RETRIEVED, check
+from jspec.tree import HEAD, RETRIEVED, check, select
 from tests.drafters import by_level, echo, given, wild
 from tests.test_tree import tree_of
 
@@ -225,7 +229,7 @@ def test_branches_at_the_leaves(leaves, prune):
 def test_confidence_is_the_best_path_at_a_depth():
     rng = np.random.default_rng(3)
     rows = oracles.random_rows(rng, 12, 9)
-    found = np.asarray(confidence(tree_of(rows, 9), (0, 1, 5)))
+    found = np.asarray(confidence(Proposal(tree_of(rows, 9)), (0, 1, 5)))
     for nodes, mine in zip(rows, found):
         for depth, value in zip((1, 2, 6), mine):
             there = [score for _, _, d, score, _ in nodes if d == depth]
@@ -254,6 +258,44 @@ def test_what_is_not_sure_is_not_drafted(sure, limits, passes, deepest):
     proposal, _ = proposer(method)(params, state, roots)
     assert int(proposal.passes) == passes
     assert proposal.tree.depths.max(axis=1).tolist() == deepest  # the table is empty
+
+
+@functools.cache
+def chosen(budget, sure):
+    """Drafts by level, and then leaves out all but the best nodes, as EAGLE-3 does."""
+    inner = by_level(8, 2, sure, VOCAB)
+
+    def propose(params, state, roots, keep_growing=None):
+        proposal, state = inner.propose(params, state, roots, keep_growing)
+        tree = proposal.tree
+        return proposal._replace(tree=select(tree, budget), sure=best_paths(tree, 8)), state
+
+    return inner._replace(propose=propose, budget=budget)
+
+
+@pytest.mark.parametrize(("sure", "stage", "passes"), [(0.8, None, 8), (0.6, 5, 6), (0.3, 0, 1)])
+def test_a_drafter_that_leaves_nodes_out_is_as_sure_as_it_was(sure, stage, passes):
+    """Depth 6 is never in a tree of 4; whether the draft was sure of it decides all the same."""
+    method = graft(chosen(4, sure), shares=(1.0, 1.0, 1.0), k=3, depth=3)
+    params = PARAMS | {"text": jnp.arange(40) % VOCAB}
+    full = np.stack([np.roll(np.arange(VOCAB), n)[:3] for n in range(VOCAB)]).astype(np.int32)
+    state = method.init(params, 1, CAPACITY, GraftMemory((None, jnp.asarray(full))))
+    proposal, _ = proposer(method)(params, state, jnp.zeros(1, jnp.int32))
+    assert int(proposal.passes) == passes
+    retrieved = (np.asarray(proposal.tree.source) == RETRIEVED) & np.asarray(proposal.tree.live)
+    assert retrieved.any() == (stage is not None)
+
+
+def test_smart_says_how_sure_the_drafter_was():
+    """Whatever it cuts; and while it rests nothing was drafted."""
+    method = smart(chosen(4, 0.8))
+    params = PARAMS | {"text": jnp.arange(40) % VOCAB, "cost": make_cost((1, 4), (0.03, 9.0))}
+    state, roots = method.init(params, 1, CAPACITY, None), jnp.zeros(1, jnp.int32)
+    proposal, _ = method.propose(params, hold(state, False), roots)
+    assert proposal.tree.size.tolist() == [1]
+    # The first level is always drafted, and that its nodes are too dear to verify changes nothing.
+    assert float(np.exp(proposal.sure[0, 0])) == pytest.approx(0.8, rel=1e-5)
+    assert (method.propose(params, hold(state, True), roots)[0].sure == -np.inf).all()
 
 
 @pytest.mark.parametrize("prune", [True, False])

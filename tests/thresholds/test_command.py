@@ -19,7 +19,14 @@ from jspec.thresholds import __main__ as command
 from jspec.thresholds import store
 from jspec.thresholds.measure import measure_rounds
 from jspec.thresholds.search import forced
-from jspec.thresholds.store import Thresholds, Use, read_thresholds, ready_graft, write_thresholds
+from jspec.thresholds.store import (
+    Thresholds,
+    Use,
+    read_thresholds,
+    ready_graft,
+    use_of,
+    write_thresholds,
+)
 from tests.drafters import by_level
 
 PROMPTS = ["one two one two", "THREE", "1,2,1,2,1"]
@@ -78,16 +85,19 @@ def test_it_calibrates_keeps_and_decoding_uses_it(asked, kept, capsys, tmp_path)
     assert err.count("\n") == 1 and "is damaged: it has 'valves': calibrate anew" in err
 
 
+USE = Use("abc", None, "jetspec", "root", "table", 16, "depth 5, width 8", True)
+
+
 def some(use):
-    return Thresholds(use, (0, 1, 5), (0.4, 0.2, 0.0), 8, 200, 4000, 2.5, 2.25)
+    return Thresholds(use, (0, 1, 5), (0.4, 0.2, 0.0), 200, 4000, 2.5, 2.25)
 
 
 def test_thresholds_are_written_whole_and_read_back(tmp_path):
-    use, path = Use("abc", None, "jetspec", "root", "table"), tmp_path / "new" / "a.json"
+    use, path = USE, tmp_path / "new" / "a.json"
     write_thresholds(path, some(use))
     assert read_thresholds(path, use) == some(use)
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
-    with pytest.raises(ValueError, match="it is for another target, head or method"):
+    with pytest.raises(ValueError, match="it is for another target, head, method or temperature"):
         read_thresholds(path, dataclasses.replace(use, head="0f"))
     with pytest.raises(ValueError, match="cannot read"):
         read_thresholds(tmp_path / "no.json", use)
@@ -104,18 +114,18 @@ WRONG = {
 
 @pytest.mark.parametrize("says", WRONG)
 def test_damaged_thresholds_are_one_line(tmp_path, says):
-    use, path = Use("abc", None, "jetspec", "root", "table"), tmp_path / "a.json"
+    use, path = USE, tmp_path / "a.json"
     write_thresholds(path, some(use))
     path.write_text(json.dumps(json.loads(path.read_text()) | WRONG[says]))
     with pytest.raises(ValueError, match=f"a.json is damaged: {says}.*: calibrate anew"):
         read_thresholds(path, use)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", '{"format": 2}', "[" * 5000, "x" * (1 << 21)])
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"format": 1}', "[" * 5000, "x" * (1 << 21)])
 def test_what_is_no_file_of_thresholds(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ValueError, match=r"a.json is damaged: .*: calibrate anew") as error:
-        read_thresholds(tmp_path / "a.json", Use("abc", None, "jetspec", "root", "table"))
+        read_thresholds(tmp_path / "a.json", USE)
     assert "\n" not in str(error.value)
 
 
@@ -124,10 +134,13 @@ def test_graft_with_what_was_calibrated(kept, folder):
     config = jspec.config_for(target.config, mask_token_id=63, taps=(0,), block_size=6, causal=True)
     method = jetspec(config, 16)
     assert ready_graft(method, "abc", "0f") is graft(method)
-    use = Use("abc", "0f", "jetspec", "root", "table")
+    use = use_of(method, "abc", "0f", True)
     write_thresholds(store.thresholds_path(use), some(use))
     assert ready_graft(method, "abc", "0f") is graft(method, thresholds=(0.4, 0.2, 0.0))
     assert ready_graft(method, "abc", "0e") is graft(method)
+    assert ready_graft(method, "abc", "0f", greedy=False) is graft(method)
+    for other in (jetspec(config, 8), jetspec(config, 16, depth=3), jetspec(config, 16, width=2)):
+        assert ready_graft(other, "abc", "0f") is graft(other)
     chain = dflash(config, 16)
     assert ready_graft(chain, "abc") is graft(chain, place="tail", leaves=1)
 
