@@ -35,8 +35,8 @@ def write_report(cells: Cells, folder: Path) -> None:
         lengths(rows),
         "## Where accepted tokens come from, and passes saved",
         "",
-        "All prompts: the share of accepted drafted nodes that only retrieval had, draft passes a round, and speed",
-        "against `ar` (seconds of `ar` over the method's).",
+        "All prompts: the share of accepted nodes that retrieval brought (those that the drafter had, and that were",
+        "pruned, among them), draft passes a round, and speed against `ar` (seconds of `ar` over the method's).",
         "",
         sources(rows),
     ]

@@ -1,4 +1,4 @@
-"""Measuring what a round costs, on the very program that decoding runs: only its small steps are compiled for it alone.
+"""Measuring what a round costs, on the very program that decoding runs; only its small steps are compiled for it alone.
 
 A round of ``smart`` is timed in every row bucket while drafting rests: that is a verify forward and what is fixed. A
 round that drafts, in the smallest bucket, tells the draft. The split between verify and fixed comes from the small
