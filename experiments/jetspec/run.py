@@ -143,8 +143,7 @@ def recycling(target, cells):
             keys |= {"head": "token_recycling", "tree": None, "budget": budget}
             if cells.has(**keys):
                 continue
-            # Few buckets: a batch is full most of the time, and each bucket takes long to compile.
-            shape = {"buckets": (batch * budget // 4, batch * budget)}
+            shape = {"buckets": tuple(batch * budget * part // 8 for part in (1, 2, 3, 4, 6, 8))}
             plan = Plan(
                 target.config,
                 token_recycling(budget, scope="prompt"),
@@ -157,6 +156,8 @@ def recycling(target, cells):
             done, _ = decode_all(plan, params, ids, **options)
             emitted, rounds = ([getattr(x, name) for x in done] for name in ("emitted", "rounds"))
             cells.add(**keys, emitted=emitted, rounds=rounds)
+            verified = sum(x.verified for x in done) / sum(rounds)
+            print(f"{verified:.1f} of {budget} nodes verified a round", flush=True)
 
 
 def report(cells):

@@ -22,7 +22,7 @@ from jspec.recording import record, replay, text_taps
 from jspec.sampling import Sampling
 from jspec.state import KVCache, Plan, new_state
 from jspec.tree import check
-from tests.test_equality import SAMPLINGS, prompts, texts, unexcused
+from tests.test_equality import BUCKETS, FEW, SAMPLINGS, prompts, texts, unexcused
 
 VOCAB, CAPACITY = 6, 256
 LENGTHS = (9, 1, 40, 2, 23)
@@ -64,7 +64,8 @@ CASES = [
 def test_it_equals_autoregressive_decoding(tiny, reference, budget, name, batch):
     config, head, params = tiny
     queue, sampling = prompts(config.vocab_size), SAMPLINGS[name]
-    ours = texts(config, params, eagle3(head, budget, depth=6), sampling, batch, queue)
+    buckets = BUCKETS if (budget, name, batch) in QUICK else FEW
+    ours = texts(config, params, eagle3(head, budget, depth=6), sampling, batch, queue, buckets)
     assert not unexcused(config, params, sampling, queue, ours, reference(name))
 
 
@@ -81,7 +82,8 @@ def test_smart_changes_nothing(tiny, reference, name, batch, rule):
     config, head, params = tiny
     queue, sampling = prompts(config.vocab_size), SAMPLINGS[name]
     method = smart(eagle3(head, 16, depth=5), rule=rule, queue=5)
-    ours = texts(config, params, method, sampling, batch, queue)
+    buckets = BUCKETS if (name, batch, rule) in QUICK_SMART else FEW
+    ours = texts(config, params, method, sampling, batch, queue, buckets)
     assert not unexcused(config, params, sampling, queue, ours, reference(name))
 
 
@@ -99,7 +101,8 @@ def test_graft_changes_nothing(tiny, reference, budget, name, batch, under_smart
     queue, sampling = prompts(config.vocab_size), SAMPLINGS[name]
     method = graft(eagle3(head, budget, depth=6), thresholds=(0.3, 0.05, 1e-4))
     method = smart(method, queue=5) if under_smart else method
-    ours = texts(config, params, method, sampling, batch, queue)
+    buckets = BUCKETS if (budget, name, batch, under_smart) in QUICK_GRAFT else FEW
+    ours = texts(config, params, method, sampling, batch, queue, buckets)
     assert not unexcused(config, params, sampling, queue, ours, reference(name))
 
 
