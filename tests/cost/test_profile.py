@@ -117,7 +117,7 @@ DAMAGES = {
     "draft_seconds is": {"draft_seconds": 3},
     "draft must have": {"draft_seconds": []},
     "fixed_seconds is": {"fixed_seconds": None},
-    "fixed_seconds is 1": {"fixed_seconds": 1e39},
+    r"fixed_seconds is \[1e": {"fixed_seconds": 1e39},
     "disturbed is": {"disturbed": "no"},
     "rows is ": {"rows": [1, 2, 10**400]},
     "setting.head is": {"setting": "device"},
