@@ -172,7 +172,7 @@ def _begin(plan, params, batch, capacity, stops, context) -> DecodeState:
 
 
 def time_points(
-    points: dict[str | int, tuple[Callable, Callable]], seconds: float
+    points: dict[str | int, tuple[Callable, Callable]], seconds: float | int
 ) -> dict[str | int, list[float]]:
     """Seconds of calls by point, in turns; a first call of each, which may compile, is not counted.
 
@@ -219,7 +219,12 @@ def _fixed(plan, params, state):
     return min(taken[1:])
 
 
-def works_by_level(plan: Plan, params: Params, state: MethodState, roots: Int[Array, " B"]) -> bool:
+def works_by_level(
+    plan: Plan,
+    params: Params,
+    state: MethodState,
+    roots: Int[Array, " B"] | jax.ShapeDtypeStruct,
+) -> bool:
     """Whether a drafter asks before each level; arrays may be abstract."""
     asked = []
 
