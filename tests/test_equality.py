@@ -320,7 +320,7 @@ def test_other_architectures(tiny_model, arch, factory):
     assert not unexcused(config, params, sampling, queue, ours, want)
 
 
-@pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
 def test_the_real_target(smollm2, name):
     """A sample; experiments/equality has the matrix."""

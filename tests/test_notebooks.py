@@ -57,7 +57,7 @@ def test_they_begin_alike():
     assert first[0][:2] == first[1][:2] and "pick_accelerator(ACCEL)" in first[0][1]
 
 
-@pytest.mark.real
+@pytest.mark.slow
 def test_quickstart_runs(tmp_path):
     printed = run("quickstart", tmp_path)
     assert "2 of 2 texts are the same" in printed

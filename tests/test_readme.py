@@ -36,7 +36,7 @@ def test_the_code_runs_in_order(tiny_model, tmp_path, monkeypatch, capsys):
     run_code(target, tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.real
+@pytest.mark.slow
 def test_the_code_runs_as_it_stands(smollm2, tmp_path, monkeypatch, capsys):
     run_code(smollm2, tmp_path, monkeypatch, capsys)
 

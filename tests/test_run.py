@@ -608,7 +608,7 @@ def test_a_missing_accelerator_in_a_fresh_process():
     assert err.startswith("jspec: error: JAX finds no gpu here") and err.count("\n") == 1
 
 
-@pytest.mark.real
+@pytest.mark.slow
 def test_the_default_run_on_the_real_target(tmp_path, smollm2):
     process = start("--max-new-tokens", "24", "--json", str(tmp_path / "out.json"))
     out, err = process.communicate(timeout=600)
@@ -621,7 +621,7 @@ def test_the_default_run_on_the_real_target(tmp_path, smollm2):
     assert all(one.text in out for one in answers)
 
 
-@pytest.mark.real
+@pytest.mark.slow
 def test_an_interrupt_from_the_keyboard(smollm2):
     # A process started in the background of a shell ignores Ctrl-C, and so would its children.
     heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -71,7 +71,7 @@ def test_long_prompts_are_long():
         assert 3000 < len(text) < 12_000
 
 
-@pytest.mark.real
+@pytest.mark.slow
 def test_rejection_rules_are_measured(smollm2):
     """One round on the real target: nobody emits less than a token or more than the tree is deep."""
     import jax
