@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 # Tests compile far more than they run: XLA's back end may be quick about it. Before JAX is imported. Without the fusion
-# emitters a tiny model takes half the time; but real ones, and trees of 64 nodes, are slow then: not with "-m slow". And
+# emitters a tiny model takes half the time, but real ones, and trees of 64 nodes, much more: not with "-m slow". And
 # jaxlib 0.12 stops at a flag that it does not know.
 os.environ.setdefault(
     "XLA_FLAGS",
