@@ -14,9 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 FIRST, LONGEST = 2, 18  # rounds of rest: within 20 it is tried again
 LOSS = 1.0  # plain rounds that may be lost before a rest
 SAVED = 2.0  # gains that are remembered
-MISSED = (
-    0.5  # right nodes a row, from which on a try that did not verify them is given another round
-)
+MISSED = 0.5  # right nodes a row: a try that left more of them unverified goes on once
 PACE = 0.125  # weight of the last round in ``pace``
 
 

@@ -167,18 +167,10 @@ def gains(rows):
     for batch in sorted({r["batch"] for r in rows}):
         line = [batch]
         for lane in fixed:
-            both = [
-                r["seconds"][lane] / r["seconds"]["smart"]
-                for r in rows
-                if r["batch"] == batch and lane in r["seconds"]
-            ]
-            kinds = {
-                (r["method"], r["bench"])
-                for r in rows
-                if r["batch"] == batch and lane in r["seconds"]
-            }
-            gain = f"{100 * (geometric(both) - 1):+.1f} % ({len(kinds)})" if both else "-"
-            line.append(gain)
+            some = [r for r in rows if r["batch"] == batch and lane in r["seconds"]]
+            both = [r["seconds"][lane] / r["seconds"]["smart"] for r in some]
+            kinds = {(r["method"], r["bench"]) for r in some}
+            line.append(f"{100 * (geometric(both) - 1):+.1f} % ({len(kinds)})" if both else "-")
         table.append(line)
     return markdown_table(["batch", *(f"over {lane}" for lane in fixed)], table)
 

@@ -229,7 +229,7 @@ def _graft(method, retrievers, checkpoints, thresholds, quotas, tail, prune, det
         *fields, order = (jnp.concatenate(x, axis=1) for x in zip(*lists))
         tree = assemble(roots, *fields, budget, depth, order)
         state = join(state, [drafter, *others], jnp.ones_like(state.rows.open))
-        return proposal._replace(tree=tree), state
+        return proposal._replace(tree=tree, draft_logits=None), state  # those are not this tree's
 
     def quota(proposal, limits):
         """Drafted nodes to be retained, roots left out."""
