@@ -100,8 +100,14 @@ def unpack_bits(words: Int[Array, "*batch W"], count: int) -> Bool[Array, "*batc
 def visibility(tree: Tree) -> Int[Array, "B N W"]:
     """:func:`ancestors` as packed bits: the nodes each node attends to, W = ceil(N / 32)."""
     words = pack_bits(jnp.eye(tree.budget, dtype=bool) & tree.live[:, :, None])
-    for jump in _jumps(_parent_or_self(tree), tree.budget - 1):
-        words |= take(words, jump[:, :, None])
+
+    def step(_, carry):
+        words, jump = carry
+        return words | take(words, jump[:, :, None]), take(jump, jump)
+
+    # A loop, since XLA would compute unrolled steps anew for every use: 2 to the power of their number.
+    steps = (tree.budget - 1).bit_length()
+    words, _ = lax.fori_loop(0, steps, step, (words, _parent_or_self(tree)))
     return words
 
 

@@ -2,18 +2,15 @@
 
 import dataclasses
 import os
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 # Tests compile far more than they run: XLA's back end may be quick about it. Before JAX is imported. Without the fusion
-# emitters a tiny model takes half the time, but real ones, and trees of 64 nodes, much more: not with "-m slow". And
-# jaxlib 0.12 stops at a flag that it does not know.
+# emitters a tiny model takes half the time; jaxlib 0.12 stops at a flag that it does not know.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0"
-    + " --xla_cpu_use_fusion_emitters=false"
-    * (version("jaxlib").startswith("0.10.") and "slow" not in sys.argv),
+    + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
 
 import jax
