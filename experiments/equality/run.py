@@ -3,8 +3,9 @@
     python -m experiments.equality.run [--methods ...] [--budgets ...] [--batches ...] [--new N]
 
 4 prompts of each bench, temperatures 0 and 0.8 (top-p 0.95); the shipped heads draft, jetspec's and ddtree's the causal
-one, dflash's the bidirectional one. Writes ``results.jsonl`` as it goes and
-skips what is there; the last lines printed are the table of ``README.md`` beside this file.
+one, dflash's the bidirectional one. ``graft-ddtree``, ``smart-ddtree`` and ``smart-graft-ddtree`` are the combinators
+over a method, smart with made-up costs under which some trees pay. Writes ``results.jsonl`` as it goes and skips what
+is there, and the table of ``README.md`` beside this file.
 """
 
 import argparse
@@ -16,10 +17,20 @@ import jax
 
 from jspec.benches import load_bench
 from jspec.checkpoint import load_head, shipped_head
+from jspec.cost.table import make_cost
 from jspec.device import keep_compilations
 from jspec.driver import decode_all
 from jspec.exactness import first_difference
-from jspec.methods import ar, ddtree, dflash, jetspec, prompt_lookup, token_recycling
+from jspec.methods import (
+    ar,
+    ddtree,
+    dflash,
+    graft,
+    jetspec,
+    prompt_lookup,
+    smart,
+    token_recycling,
+)
 from jspec.models.load import load_target
 from jspec.sampling import Sampling
 from jspec.state import Plan
@@ -29,8 +40,29 @@ METHODS = {"prompt_lookup": prompt_lookup, "token_recycling": token_recycling}
 HEADED = {"jetspec": (jetspec, True), "ddtree": (ddtree, True), "dflash": (dflash, False)}
 SAMPLINGS = {"0": Sampling(), "0.8": Sampling(temperature=0.8, top_p=0.95)}
 BENCHES = ("humaneval", "gsm8k", "mtbench", "math")
+# Thresholds between which the probabilities of drafts lie: some rounds are pruned, and some are not.
+COMBINATORS = {"graft": partial(graft, thresholds=(0.3, 0.2, 0.1)), "smart": smart}
 SEED = 0
 BUCKETS = (8, 64)  # few: each takes some seconds to compile, and trees are mostly full
+
+
+def compose(name, methods):
+    """(name of the method inside, budget -> method) of a name like ``smart-graft-ddtree``."""
+    *outer, inner = name.split("-")
+
+    def make(budget):
+        method = methods[inner](budget)
+        for combinator in reversed(outer):
+            method = COMBINATORS[combinator](method)
+        return method
+
+    return inner, make
+
+
+def costs(plan, batch):
+    """A step of 30 ms, one more for every 38 rows, 2 ms a draft."""
+    rows = plan.row_buckets(batch)
+    return make_cost(rows, [0.03 + 0.0008 * n for n in rows], (0.002,))
 
 
 def main():
@@ -46,7 +78,8 @@ def main():
     target = load_target("smollm2-135m")
     params = {"target": target.params}
     methods, given, weights = dict(METHODS), dict.fromkeys(METHODS, params), {}
-    for name in set(args.methods) & set(HEADED):
+    inside = {name.split("-")[-1] for name in args.methods}
+    for name in inside & set(HEADED):
         make, causal = HEADED[name]
         head = load_head(shipped_head(target, causal), target)
         methods[name], given[name] = partial(make, head.config), params | {"head": head.params}
@@ -58,15 +91,17 @@ def main():
             for name in args.methods:
                 for budget in args.budgets:
                     case = {"T": temperature, "batch": batch, "method": name, "budget": budget}
-                    case |= {"new": args.new} | weights.get(name, {})
+                    inner, make = compose(name, methods)
+                    case |= {"new": args.new} | weights.get(inner, {})
                     if any(case.items() <= row.items() for row in rows):
                         continue
                     options = {"max_new_tokens": args.new, "seed": SEED}
                     if reference is None:
                         plain = Plan(target.config, ar(), sampling)
                         reference = decode_all(plain, params, prompts, **options)[0]
-                    plan = Plan(target.config, methods[name](budget), sampling, buckets=BUCKETS)
-                    ours = decode_all(plan, given[name], prompts, batch=batch, **options)[0]
+                    plan = Plan(target.config, make(budget), sampling, buckets=BUCKETS)
+                    weighed = given[inner] | {"cost": costs(plan, batch)}
+                    ours = decode_all(plan, weighed, prompts, batch=batch, **options)[0]
                     found = [
                         first_difference(plan, params, p, a.tokens, b.tokens, index=i, seed=SEED)
                         for i, (p, a, b) in enumerate(zip(prompts, ours, reference, strict=True))
@@ -94,7 +129,8 @@ def write_table(rows):
         "",
         "SmolLM2-135M-Instruct (Q4_1 weights, computed with in fp32), 2 CPU cores. 16 prompts (4 of each bench),",
         "seed 0; T = 0.8 with top-p 0.95. jetspec and ddtree draft with the shipped causal head, dflash with the",
-        "bidirectional one; a chain has at most 8 nodes, whatever its budget. A difference is excused where the two",
+        "bidirectional one; a chain has at most 8 nodes, whatever its budget. smart with made-up costs under which",
+        "some trees pay, graft with thresholds that prune some rounds. A difference is excused where the two",
         "best perturbed scores of the target (or the token and the filters' cut) are within 1e-3.",
         "Made by `python -m experiments.equality.run`.",
         f"In all {sum(r['equal'] for r in rows)} of {sum(r['prompts'] for r in rows)} texts are equal, "
