@@ -410,7 +410,7 @@ def test_the_training_command(tiny_model, tmp_path):
 
 
 def start(devices, argv, **environment):
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"} | environment
     return subprocess.Popen(
         [sys.executable, *argv],
@@ -450,8 +450,10 @@ def test_processes_that_are_not_found(folder, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() >= DEVICES, reason="this is that process")
-def test_on_eight_devices(request):
-    marks = request.config.getoption("markexpr")
+@pytest.mark.parametrize(
+    "marks", ["not slow and not parity", pytest.param("slow", marks=pytest.mark.slow)]
+)
+def test_on_eight_devices(marks):
     argv = ["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(Path(__file__))]
     process = start(DEVICES, [*argv, "-m", marks, "-k", "not processes and not eight"])
     said = process.communicate()[0]
