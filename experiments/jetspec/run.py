@@ -31,9 +31,10 @@ from experiments.jetspec.acceptance import (
     replay_tables,
     tau,
 )
+from experiments.lanes import speed_lines, time_lanes
 from jspec.benches import load_bench
 from jspec.checkpoint import load_head
-from jspec.device import device_name, keep_compilations, weights_dtype
+from jspec.device import keep_compilations, weights_dtype
 from jspec.driver import decode_all
 from jspec.methods import ar, prompt_lookup, token_recycling
 from jspec.models.load import load_target
@@ -55,7 +56,6 @@ SPEED_BUDGETS = {"fp32": (4, 8, 16), "bf16": (8, 16, 32)}
 LANES = (("causal", "jetspec"), ("causal", "exact"), ("bidirectional", "chain"))
 SAMPLINGS = {"0": Sampling(), "1": Sampling(temperature=1.0)}
 PROMPTS, NEW, CAPACITY = 40, 128, 512
-REPEATS, SPEED_NEW = 3, 64
 
 
 def acceptance(target, heads, cells):
@@ -109,29 +109,7 @@ def speed(target, heads, cells, dtype):
                 continue  # a chain has no more nodes
             plan = Plan(target.config, TREES[tree](heads[name].config, budget))
             lanes[name, tree, budget] = plan, params | {"head": heads[name].params}
-    warm = False
-    for bench in BENCHES:
-        for number, prompt in enumerate(load_bench(bench, 5)):
-            keys = {"part": "speed", "dtype": dtype, "bench": bench, "prompt": number} | drafters
-            if cells.has(**keys):
-                continue
-            ids = prompt.encode(target.tokenizer)
-            seconds = {lane: [] for lane in lanes}
-            texts = {}
-            for repeat in range(0 if warm else -1, REPEATS):  # -1 warms up
-                for lane, (plan, given) in lanes.items():
-                    options = {"max_new_tokens": SPEED_NEW, "capacity": CAPACITY}
-                    [one], run = decode_all(plan, given, [ids], **options)
-                    texts[lane] = one.tokens
-                    if repeat >= 0:
-                        seconds[lane].append(run.decode_seconds / len(one.tokens))
-            warm = True
-            plain = texts["ar", None, 1]
-            medians = [
-                [*lane, statistics.median(times), texts[lane] == plain]
-                for lane, times in seconds.items()
-            ]
-            cells.add(**keys, machine=device_name(), seconds=medians)
+    time_lanes(target, lanes, cells, {"dtype": dtype} | drafters, BENCHES)
 
 
 def recycling(target, cells):
@@ -220,35 +198,7 @@ def report(cells):
         "accepted nodes of rank 1..4",
     ]
     lines += [markdown_table(header, rows)]
-    for dtype in SPEED_BUDGETS:
-        fast = [row for row in cells.rows if row["part"] == "speed" and row["dtype"] == dtype]
-        if not fast:
-            continue
-        plain, table, same = {}, {}, []
-        for row in fast:
-            base = next(entry[3] for entry in row["seconds"] if entry[0] == "ar")
-            plain.setdefault(row["bench"], []).append(1 / base)
-            for head, tree, budget, seconds, equal in row["seconds"]:
-                if head != "ar":
-                    name = (f"{head} {tree or ''}", budget)
-                    table.setdefault(name, {}).setdefault(row["bench"], []).append(base / seconds)
-                    same.append(equal)
-        lines += [
-            f"## Speed against autoregressive decoding, {dtype}",
-            "",
-            f"{', '.join(dict.fromkeys(row['machine'] for row in fast))}.",
-            f"Greedy, batch 1, {SPEED_NEW} new tokens, decoding only: each prompt's median of {REPEATS} alternating",
-            "runs; medians over 5 prompts of a bench. Below 1 a method loses time.",
-            f"{sum(same)} of {len(same)} texts equal ar's of the same dtype.",
-            "",
-        ]
-
-        def medians(by):
-            return [statistics.median(by.get(bench, [float("nan")])) for bench in BENCHES]
-
-        rows = [["ar, tokens/s", 1, *medians(plain)]]
-        rows += [[*name, *medians(by)] for name, by in table.items()]
-        lines += [markdown_table(["head and tree", "budget", *BENCHES], rows)]
+    lines += speed_lines(cells, SPEED_BUDGETS, BENCHES)
     lines += ["![Acceptance length against budget](acceptance.svg)", ""]
     (HERE / "README.md").write_text("\n".join(lines))
     draw(cells, kinds, cell)

@@ -1,0 +1,92 @@
+"""Speed of methods against ``ar``, in turns on the same prompts: measured into cells, and as a table."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from experiments.cells import Cells
+from jspec.benches import load_bench
+from jspec.device import device_name
+from jspec.driver import decode_all
+from jspec.models.load import Target
+from jspec.report import markdown_table
+from jspec.state import Plan
+
+Lane = tuple[str, str | None, int]  # a head or a method, a tree, a budget
+REPEATS, PROMPTS, NEW, CAPACITY = 3, 5, 64, 512
+AR = ("ar", None, 1)
+
+
+def time_lanes(
+    target: Target,
+    lanes: Mapping[Lane, tuple[Plan, dict[str, Any]]],
+    cells: Cells,
+    keys: dict[str, Any],
+    benches: Iterable[str],
+) -> None:
+    """Adds a cell a prompt: each lane's median seconds a token, and whether its text is that of the lane ``AR``.
+
+    Args:
+      target: whose tokenizer reads the prompts.
+      lanes: plans and what their steps take; ``AR`` among them.
+      cells: those that are there are not made again.
+      keys: of the cells, beside bench and prompt.
+      benches: whose first prompts are decoded.
+    """
+    warm = False
+    for bench in benches:
+        for number, prompt in enumerate(load_bench(bench, PROMPTS)):
+            mine = {"part": "speed", "bench": bench, "prompt": number} | keys
+            if cells.has(**mine):
+                continue
+            ids = prompt.encode(target.tokenizer)
+            seconds = {lane: [] for lane in lanes}
+            texts = {}
+            for repeat in range(0 if warm else -1, REPEATS):  # -1 warms up
+                for lane, (plan, given) in lanes.items():
+                    options = {"max_new_tokens": NEW, "capacity": CAPACITY}
+                    [one], run = decode_all(plan, given, [ids], **options)
+                    texts[lane] = one.tokens
+                    if repeat >= 0:
+                        seconds[lane].append(run.decode_seconds / len(one.tokens))
+            warm = True
+            medians = [
+                [*lane, statistics.median(times), texts[lane] == texts[AR]]
+                for lane, times in seconds.items()
+            ]
+            cells.add(**mine, machine=device_name(), seconds=medians)
+
+
+def speed_lines(cells: Cells, dtypes: Iterable[str], benches: Sequence[str]) -> list[str]:
+    """The speed cells of each dtype as Markdown: ratios to ``ar``, medians over a bench's prompts."""
+    lines = []
+    for dtype in dtypes:
+        found = [row for row in cells.rows if row["part"] == "speed" and row["dtype"] == dtype]
+        if not found:
+            continue
+        plain, table, same = {}, {}, []
+        for row in found:
+            base = next(entry[3] for entry in row["seconds"] if entry[0] == "ar")
+            plain.setdefault(row["bench"], []).append(1 / base)
+            for head, tree, budget, seconds, equal in row["seconds"]:
+                if head != "ar":
+                    name = (f"{head} {tree or ''}", budget)
+                    table.setdefault(name, {}).setdefault(row["bench"], []).append(base / seconds)
+                    same.append(equal)
+        lines += [
+            f"## Speed against autoregressive decoding, {dtype}",
+            "",
+            f"{', '.join(dict.fromkeys(row['machine'] for row in found))}.",
+            f"Greedy, batch 1, {NEW} new tokens, decoding only: each prompt's median of {REPEATS} alternating",
+            f"runs; medians over {PROMPTS} prompts of a bench. Below 1 a method loses time.",
+            f"{sum(same)} of {len(same)} texts equal ar's of the same dtype.",
+            "",
+        ]
+
+        def medians(by):
+            return [statistics.median(by.get(bench, [float("nan")])) for bench in benches]
+
+        rows = [["ar, tokens/s", 1, *medians(plain)]]
+        rows += [[*name, *medians(by)] for name, by in table.items()]
+        lines += [markdown_table(["head and tree", "budget", *benches], rows)]
+    return lines
