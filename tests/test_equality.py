@@ -144,7 +144,7 @@ QUICK_WITH_HEAD = [
 def is_quick(factory, budget, name, batch):
     if factory in CAUSAL:
         return (factory, budget, name, batch) in QUICK_WITH_HEAD
-    return (budget == 16 and name != "min-p") or (budget, name, batch) == (64, "top-p", 5)
+    return (budget, name, batch) in {(16, "greedy", 1), (16, "top-p", 5), (64, "top-p", 5)}
 
 
 CASES = [

@@ -261,7 +261,7 @@ def forced(kind, head, target, taps, tokens, at):
     return jnp.stack(out, axis=1)
 
 
-@pytest.mark.parametrize("name", ["whole", "narrow"])
+@pytest.mark.parametrize("name", [pytest.param("whole", marks=pytest.mark.slow), "narrow"])
 def test_training_is_drafting_and_so_are_its_gradients(name):
     kind = KINDS[name]
     head, target = head_and_target(kind)

@@ -305,6 +305,7 @@ def test_prompts_are_not_taken_for_drafts(tiny):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_replay_rests_and_learns_as_decoding_does(tiny):
     config, params = tiny
     method = smart(prompt_lookup(8, depth=4))
@@ -325,6 +326,7 @@ def test_replay_rests_and_learns_as_decoding_does(tiny):
         replay(Plan(config, smart(token_recycling(4))), params, recordings, max_new_tokens=9)
 
 
+@pytest.mark.slow
 def test_the_marginal_rule_decodes_too(tiny, answer):
     config, params = tiny
     flat = make_cost(ROWS, TIMES, (DRAFT,), fit=(1e-4, 0.04, 0.5, 0.05))

@@ -198,6 +198,7 @@ def test_a_head_that_goes_on_from_another(made, target, tmp_path, capsys):
     assert_refused(capsys, arguments(tmp_path, target, *argv, *other_block), says)
 
 
+@pytest.mark.slow
 def test_a_correction_added_to_a_head(made, target, tmp_path, capsys):
     """It goes on from one that has none, and changes nothing yet; what comes of it is decoded with."""
     first, argv = made / "run" / "head", ["--head.correction_rank", "4", "--head.gru_size", "8"]

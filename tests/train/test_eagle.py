@@ -163,6 +163,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 def test_from_text_to_decoding_by_the_commands(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "keep_compilations", lambda: None)
     monkeypatch.setattr(run, "keep_compilations", lambda: None)

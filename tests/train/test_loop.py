@@ -177,6 +177,7 @@ def test_a_correction_is_trained_with_its_head_and_foresees_more_than_the_slots(
     assert sum(rows[1]["hits"]) > sum(rows[1]["base_hits"])
 
 
+@pytest.mark.slow
 def test_a_run_with_a_correction_that_was_killed_ends_like_one_that_was_not(
     target, texts, tmp_path
 ):
