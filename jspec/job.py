@@ -125,21 +125,28 @@ def make_plan(options: Options, target: Target, sampling: Sampling) -> tuple[Hea
     """The head and the plan that the options, which name a method, ask for.
 
     Raises:
-      ValueError: a head that does not fit, ``--smart on`` or ``--graft on`` where there is nothing to choose, or
+      ValueError: a head that does not fit, ``--smart on`` or ``--graft`` where there is nothing to choose, or
         damaged thresholds.
     """
     head, method = make_method(options, target)
-    if options.graft == "on":
+    if (retrieve := retrieved(options)) is not None:
         if method.budget == 1:
-            raise ValueError("--graft on has no room with a budget of 1: use --graft off")
+            raise ValueError(
+                f"--graft {options.graft} has no room with a budget of 1: use --graft off"
+            )
         names = target.fingerprint, head and head.fingerprint
-        method = ready_graft(method, *names, greedy=sampling.greedy)
+        method = ready_graft(method, *names, greedy=sampling.greedy, retrieve=retrieve)
     if options.smart == "on":
         if method.budget == 1:
             raise ValueError("--smart on has nothing to choose with a budget of 1: use --smart off")
         method = smart(method)
     attention = attention_of(options)
     return head, Plan(target.config, method, sampling, attention=attention, mesh=target.mesh)
+
+
+def retrieved(options: Options) -> str | None:
+    """What ``graft`` calls the options' --graft; None: nothing is retrieved."""
+    return {"off": None, "on": "table"}.get(options.graft, options.graft)
 
 
 def attention_of(options: Options) -> Implementation | None:

@@ -1,5 +1,6 @@
 """The options of ``python -m jspec.run``, and how they are read from the command line and from YAML."""
 
+import argparse
 import dataclasses
 import difflib
 import re
@@ -19,6 +20,7 @@ from jspec.mesh import parse_mesh
 from jspec.models.load import DEFAULT_TARGET
 
 Switch = Literal["on", "off"]
+Graft = Literal["on", "off", "text", "both"]
 Attention = Literal["auto", "xla", "pallas"]
 MAX_BATCH = 1024
 ONE_DEVICE = "data=1,model=1"
@@ -72,7 +74,9 @@ class Options:
         Switch, "on: verify only the nodes that pay; measures the machine the first time"
     ] = "off"
     graft: Annotated[
-        Switch, "on: retrieved tokens where the drafter is unsure, by python -m jspec.thresholds"
+        Graft,
+        "retrieved tokens where the drafter is unsure, by python -m jspec.thresholds: on, from a table of the target's "
+        "second thoughts; text, from earlier matches; both",
     ] = "off"
     temperature: Annotated[float, "0: always the likeliest token"] = 0.0
     top_p: Annotated[float, "in (0, 1]; 1 is off"] = 1.0
@@ -261,8 +265,6 @@ def parse_into(kind: type, argv: Sequence[str] | None, program: str, description
         value = chosen[field.name]
         if value is None and field.default is not None:
             raise ValueError(f"{_flag(field.name)} must not be null: leave it out")
-        if typing.get_args(field.type)[0] is Switch and isinstance(value, bool):
-            value = "on" if value else "off"  # what YAML makes of them
         values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
 
@@ -276,11 +278,32 @@ def _add(parser: Parser, field: dataclasses.Field) -> None:
         keywords |= {"type": str, "nargs": "+", "metavar": "TEXT"}
     elif isinstance(kind, types.UnionType):  # X | None
         keywords["type"] = typing.get_args(kind)[0]
-    elif kind is Switch:
-        keywords |= {"type": Literal["on", "off", True, False], "metavar": "{on,off}"}
+    elif _is_switch(kind):
+        words = typing.get_args(kind)
+        keywords |= {"type": _switch(words), "metavar": f"{{{','.join(words)}}}"}
     else:
         keywords["type"] = kind
     parser.add_argument(_flag(field.name), **keywords)
+
+
+def _is_switch(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal and "on" in typing.get_args(kind)
+
+
+class _WrongWord(argparse.ArgumentTypeError, ValueError):
+    """What the command line's parser shows as it is, and the config file's too."""
+
+
+def _switch(words: tuple[str, ...]) -> Callable[[Any], str]:
+    def read(value):
+        if isinstance(value, bool):
+            value = "on" if value else "off"  # what YAML makes of them
+        if value not in words:
+            wanted = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise _WrongWord(f"expected {wanted}, got {value}")
+        return value
+
+    return read
 
 
 def _flag(name: str) -> str:
@@ -307,7 +330,7 @@ def one_line(message: str, dash: str = "-") -> str:
       message: what it says.
       dash: see ``Parser``.
     """
-    line = " ".join(message.split())
+    line = " ".join(message.split()).removeprefix("argument ")
     if any(says in line for says in _NO_LIST):
         return "in a config file, prompt and stop must be lists"
     if key := re.fullmatch(r'Parser key "([\w.]+)":? (.*)', line):

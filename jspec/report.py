@@ -229,8 +229,8 @@ def _summary_table(report: dict[str, Any]) -> Table:
     add("target", f"{report['target']}, {report['dtype']}, {drawn}, batch {report['batch']}")
     add("device", f"{report['accel']}: {report['device']}")
     head = "" if report["head"] is None else f", head {report['head']}"
-    smart, graft = ("on" if report[name] else "off" for name in ("smart", "graft"))
-    used = f"budget {report['budget']}{head}, smart {smart}, graft {graft}"
+    smart = "on" if report["smart"] else "off"
+    used = f"budget {report['budget']}{head}, smart {smart}, graft {report['graft']}"
     add("method", f"{report['method']}, {used}")
     add("acceptance length", f"{summary['acceptance_length']:.2f} tokens a round")
     shares = " ".join(f"{share:.2f}" for share in summary["accepted_by_depth"][1:])

@@ -214,7 +214,7 @@ def make_report(job: Job, run: Comparison) -> dict[str, Any]:
         "head_fingerprint": job.head and job.head.fingerprint,
         "budget": job.plan.method.budget,
         "smart": options.smart == "on",
-        "graft": options.graft == "on",
+        "graft": options.graft,
         "dtype": next(name for name, kind in DTYPES.items() if kind == dtype),
         "temperature": options.temperature,
         "top_p": options.top_p,

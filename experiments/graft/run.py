@@ -1,6 +1,6 @@
 """Graft on the default target: what retrieved nodes bring to each drafter at equal budget, and which form brings most.
 
-    python -m jspec.thresholds --method ddtree --budget 32     # for each method and budget, beforehand: calibrates
+    python -m jspec.thresholds --method ddtree --budget 32     # each method, budget and --retrieve, beforehand
     python -m experiments.graft.run benches long               # quiet machine, hours
     python -m experiments.graft.run report                     # tables from results.jsonl
 

@@ -59,7 +59,8 @@ def calibrate(options: ThresholdOptions, console: Console) -> Thresholds:
     if drafter.budget == 1:
         raise ValueError(f"--method {drafter.name} with a budget of 1 has no room for graft")
     sampling = Sampling(options.temperature)
-    use = use_of(drafter, target.fingerprint, head and head.fingerprint, sampling.greedy)
+    names = target.fingerprint, head and head.fingerprint
+    use = use_of(drafter, *names, sampling.greedy, options.retrieve)
     plan = Plan(target.config, graft(drafter, **graft_options(use)), sampling)
     ids = [encode_prompt(target, prompt) for prompt in prompts]
     job = Job(asked, target, head, plan, prompts, ids, target_stops(target))

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jspec.benches import BENCHES
 from jspec.options import Drafting, Options, parse_into
@@ -25,6 +25,9 @@ class ThresholdOptions(Drafting):
     ] = None
     bench: Annotated[str | None, f"the prompts of {', '.join(BENCHES)}"] = None
     limit: Annotated[int | None, "only the first so many prompts"] = None
+    retrieve: Annotated[
+        Literal["table", "text", "both"], "what the thresholds are for: --graft on, text or both"
+    ] = "table"
     max_new_tokens: Annotated[int, "of each answer"] = 64
     batch: Annotated[int, "prompts decoded at a time"] = 8
 
@@ -33,7 +36,8 @@ class ThresholdOptions(Drafting):
 
     def run_options(self, **changes) -> Options:
         """What ``python -m jspec.run`` would be given to decode so."""
-        return super().run_options(**{"graft": "on", **changes})
+        graft = {"table": "on"}.get(self.retrieve, self.retrieve)
+        return super().run_options(**{"graft": graft, **changes})
 
 
 def parse(argv: Sequence[str] | None = None) -> ThresholdOptions:
@@ -42,5 +46,5 @@ def parse(argv: Sequence[str] | None = None) -> ThresholdOptions:
     Raises:
       ValueError: an unknown option, or one out of range.
     """
-    said = "Calibrates at what confidence graft stops a draft, and keeps that for --graft on."
+    said = "Calibrates at what confidence graft stops a draft, and keeps that for --graft."
     return parse_into(ThresholdOptions, argv, "python -m jspec.thresholds", said)

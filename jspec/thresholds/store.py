@@ -64,36 +64,46 @@ class Thresholds:
     unpruned: float
 
 
-def use_of(method: Method, target: str, head: str | None, greedy: bool) -> Use:
-    """What ``--graft on`` makes of a method.
+def use_of(
+    method: Method, target: str, head: str | None, greedy: bool, retrieve: str = "table"
+) -> Use:
+    """What ``--graft`` makes of a method.
 
     Args:
       method: who drafts.
       target: fingerprint of the target.
       head: likewise of the head, or None.
       greedy: at temperature 0.
+      retrieve: of ``graft``.
     """
     place = "tail" if method.name in CHAINS else "root"
     detail = f"depth {method.needs.depth}, {method.detail}"
-    return Use(target, head, method.name, place, "table", method.budget, detail, greedy)
+    return Use(target, head, method.name, place, retrieve, method.budget, detail, greedy)
 
 
 def ready_graft(
-    method: Method, target: str, head: str | None = None, *, greedy: bool = True, **options: Any
+    method: Method,
+    target: str,
+    head: str | None = None,
+    *,
+    greedy: bool = True,
+    retrieve: str = "table",
+    **options: Any,
 ) -> Method:
-    """``graft`` of a method as ``--graft on`` has it: with calibrated thresholds, else with the usual ones.
+    """``graft`` of a method as ``--graft`` has it: with calibrated thresholds, else with the usual ones.
 
     Args:
       method: who drafts.
       target: fingerprint of the target.
       head: likewise of the head, or None.
       greedy: at temperature 0.
+      retrieve: of ``graft``; thresholds are calibrated for each.
       **options: further ones of ``graft``.
 
     Raises:
       ValueError: a file of thresholds that is damaged.
     """
-    use = use_of(method, target, head, greedy)
+    use = use_of(method, target, head, greedy, retrieve)
     path, found = thresholds_path(use), {}
     if path.exists():
         kept = read_thresholds(path, use)

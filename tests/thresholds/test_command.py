@@ -70,14 +70,14 @@ def test_it_calibrates_keeps_and_decoding_uses_it(asked, kept, capsys, tmp_path)
 
     out = tmp_path / "out.json"
     reports = []
-    for graft_too in (["--graft", "on"], []):
-        assert run.main([*asked, *graft_too, "--json", str(out)]) == 0
-        assert f"graft {'on' if graft_too else 'off'}" in capsys.readouterr().out
+    for graft_too in ("on", "text", "off"):
+        assert run.main([*asked, "--graft", graft_too, "--json", str(out)]) == 0
+        assert f"graft {graft_too}" in capsys.readouterr().out
         reports.append(json.loads(out.read_text()))
-    assert [report["graft"] for report in reports] == [True, False]
-    assert reports[0]["summary"]["identical_to_ar"] == "3/3"
+    assert [report["graft"] for report in reports] == ["on", "text", "off"]
+    assert {report["summary"]["identical_to_ar"] for report in reports} == {"3/3"}
     texts = [[one["tokens"] for one in report["results"]] for report in reports]
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
     path.write_text(path.read_text().replace('"values"', '"valves"'))
     assert run.main([*asked, "--graft", "on"]) == 2
@@ -139,6 +139,7 @@ def test_graft_with_what_was_calibrated(kept, folder):
     assert ready_graft(method, "abc", "0f") is graft(method, thresholds=(0.4, 0.2, 0.0))
     assert ready_graft(method, "abc", "0e") is graft(method)
     assert ready_graft(method, "abc", "0f", greedy=False) is graft(method)
+    assert ready_graft(method, "abc", "0f", retrieve="text") is graft(method, retrieve="text")
     for other in (jetspec(config, 8), jetspec(config, 16, depth=3), jetspec(config, 16, width=2)):
         assert ready_graft(other, "abc", "0f") is graft(other)
     chain = dflash(config, 16)
