@@ -23,9 +23,12 @@ from jspec.checkpoint import load_head, save_head
 from jspec.decode import generate
 from jspec.driver import decode_all, outcome
 from jspec.heads.config import config_for
+from jspec.heads.eagle import init_head as init_eagle
+from jspec.heads.eagle import with_draft_ids as with_eagle_ids
+from jspec.heads.eagle_config import eagle_config_for
 from jspec.heads.parallel import init_head, with_draft_ids
 from jspec.mesh import MODEL, make_mesh, mesh_under, param_shardings, parse_mesh, shard_params
-from jspec.methods import ar, ddtree, jetspec, prompt_lookup, token_recycling
+from jspec.methods import ar, ddtree, eagle3, graft, jetspec, prompt_lookup, token_recycling
 from jspec.prefill import admit_each
 from jspec.recording import record, replay
 from jspec.report import bucket_histogram
@@ -138,6 +141,25 @@ def test_same_tokens_as_on_one_device(tiny, factory, sizes):
         MESHES[sizes] // sizes[0],
         config.num_kv_heads // sizes[1],
     )
+
+
+@eight
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize("grafted", [False, True])
+def test_a_head_that_drafts_level_by_level(tiny, sizes, grafted):
+    config, params = tiny(sizes[1] if sizes[1] > 1 else 2)
+    head = eagle_config_for(config, taps=(0, 1, 2), draft_vocab_size=50)
+    weights = with_eagle_ids(init_eagle(head, jax.random.key(1)), {}, np.arange(3, 53))
+    params = params | {"head": weights}
+    method = eagle3(head, 12, depth=4)
+    method = graft(method, thresholds=(0.3, 0.2, 0.1)) if grafted else method
+    plan = Plan(config, method, SAMPLINGS["top-p"], BUCKETS)
+    want, _ = texts(dataclasses.replace(plan, method=ar()), params, 4)
+    mesh = make_mesh(*sizes)
+    plan = dataclasses.replace(plan, mesh=mesh)
+    ours, _ = texts(plan, shard_params(mesh, params), MESHES[sizes])
+    assert ours == want
 
 
 @eight
