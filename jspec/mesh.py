@@ -187,6 +187,23 @@ def alike(mesh: Mesh | None, step: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def in_blocks(x: Array, size: int) -> Array:
+    """The array, made whole on every device of the model axis, unless each holds whole blocks of its first axis.
+
+    Where a split array is padded, or cut across the split, XLA moves the pieces by a permutation of all devices of the
+    mesh, for which data shards that went into different branches wait forever. A gather is one shard's own.
+
+    Args:
+      x: inside ``each_shard`` or ``alike``; elsewhere it is returned as it is.
+      size: of a block.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    if kinds.get(MODEL) != AxisType.Auto or x.shape[0] % (size * mesh.shape[MODEL]) == 0:
+        return x
+    return jax.lax.with_sharding_constraint(x, P())
+
+
 def over_heads(attention: Callable[..., Array], *arrays: Array | None) -> Array:
     """Attention, of which each device of the model axis computes its own heads: inside ``each_shard`` or ``alike``.
 

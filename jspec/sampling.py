@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from jspec.mesh import in_blocks
+
 _BLOCK = 256  # vocabulary rows a block of the two-level top-k
 _LEAST = 1e-6  # temperature and top_p, so that fp32 holds what is made of them
 _PREFIX = 64  # top-p: candidates looked at before falling back to a search over all
@@ -72,6 +74,7 @@ def top_k(logits: Float[Array, "V M"], k: int) -> tuple[Float[Array, "M k"], Int
     vocab, rows = logits.shape
     if k > vocab:
         raise ValueError(f"k must be at most the vocabulary's {vocab}, got {k}")
+    logits = in_blocks(logits, _BLOCK)
     if vocab % _BLOCK:
         logits = jnp.pad(logits, ((0, -vocab % _BLOCK), (0, 0)), constant_values=-jnp.inf)
     blocks = logits.reshape(-1, _BLOCK, rows)

@@ -20,8 +20,8 @@ from tiny_target import write_target
 import jspec
 from jspec import run
 from jspec.checkpoint import load_head, save_head
-from jspec.decode import generate
-from jspec.driver import decode_all, outcome
+from jspec.decode import advance, generate
+from jspec.driver import decode_all, outcome, run_verify
 from jspec.heads.config import config_for
 from jspec.heads.eagle import init_head as init_eagle
 from jspec.heads.eagle import with_draft_ids as with_eagle_ids
@@ -41,6 +41,7 @@ from jspec.train.loop import Trainer, train_step
 from jspec.train.losses import LossConfig
 from jspec.train.optim import OptimConfig
 from jspec.train.options import parse
+from jspec.tree import root_only
 from tests import test_equality as equality
 from tests.train import test_command as training
 
@@ -160,6 +161,28 @@ def test_a_head_that_drafts_level_by_level(tiny, sizes, grafted):
     plan = dataclasses.replace(plan, mesh=mesh)
     ours, _ = texts(plan, shard_params(mesh, params), MESHES[sizes])
     assert ours == want
+
+
+@eight
+@pytest.mark.parametrize("vocab", [64, pytest.param(2816, marks=pytest.mark.slow)])
+def test_data_shards_do_not_wait_for_each_other(tiny_model, vocab):
+    """They go into different branches, where a collective of the whole mesh would never come to an end."""
+    mesh = make_mesh(2, 2)
+    config, params = tiny_model(vocab_size=vocab)
+    plan = Plan(config, token_recycling(6), SAMPLINGS["top-p"], BUCKETS, mesh=mesh)
+    params = shard_params(mesh, equality.with_head(config, params))
+    state = new_state(plan, params, 4, 128, jax.random.key(0))
+    for step in (
+        advance.lower(plan, params, state, 1),
+        run_verify.lower(plan, params, state, tree_of(state)),
+    ):
+        text = step.compile().as_text()
+        assert "all-gather" in text or "all-reduce" in text
+        assert "collective-permute" not in text and "all-to-all" not in text
+
+
+def tree_of(state):
+    return root_only(state.rows.prompt, 6)
 
 
 @eight
