@@ -1,8 +1,12 @@
-"""Speed of methods against ``ar``, in turns on the same prompts: measured into cells, and as a table."""
+"""What experiments with heads share: speed against ``ar`` in turns, its table, and the figure of acceptance lengths."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
 
 from experiments.cells import Cells
 from jspec.benches import load_bench
@@ -90,3 +94,31 @@ def speed_lines(cells: Cells, dtypes: Iterable[str], benches: Sequence[str]) -> 
         rows += [[*name, *medians(by)] for name, by in table.items()]
         lines += [markdown_table(["head and tree", "budget", *benches], rows)]
     return lines
+
+
+def draw_acceptance(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]],
+    budgets: Sequence[int],
+    path: Path,
+) -> None:
+    """Acceptance length against budget, a panel a bench.
+
+    Args:
+      curves: ``{bench: {name: [(budget, acceptance length), ...]}}``.
+      budgets: the axis' ticks.
+      path: of the SVG.
+    """
+    figure = Figure(figsize=(13, 3.4))
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for panel, (bench, lines) in zip(panels, curves.items(), strict=True):
+        for name, points in lines.items():
+            panel.plot(*zip(*sorted(points), strict=True), marker=".", label=name)
+        panel.set(title=bench, xscale="log", xlabel="budget (rows verified)")
+        panel.set_xticks(budgets, budgets)
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("acceptance length, temperature 0")
+    panels[0].legend(fontsize=7)
+    figure.tight_layout()
+    with matplotlib.rc_context({"svg.hashsalt": "jspec"}):
+        figure.savefig(path, metadata={"Date": None})

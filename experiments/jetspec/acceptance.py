@@ -7,7 +7,7 @@ the same, and all trees and budgets share the tables.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,16 +83,24 @@ def make_tables(
       width: candidates of a slot.
     """
     width = min(width, config.draft_vocab_size or config.vocab_size)
+    return [
+        _tables(config, new, width, head, target_params, states, tokens, one.start - 1)
+        for one, states, tokens in padded(config, recordings, taps)
+    ]
+
+
+def padded(
+    config: HeadConfig, recordings: Sequence[Recording], taps: tuple[int, ...]
+) -> Iterator[tuple[Recording, Float[np.ndarray, "S T H"], Int[np.ndarray, " S"]]]:
+    """Each recording with the states of a head's taps and its tokens, padded to one length for all."""
     columns = [taps.index(tap) for tap in config.taps]
-    length = -(-max(len(one.tokens) for one in recordings) // 128) * 128  # one shape for all
-    out = []
+    length = -(-max(len(one.tokens) for one in recordings) // 128) * 128
     for one in recordings:
         tokens = np.zeros(length, np.int32)
         tokens[: len(one.tokens)] = one.tokens
         states = np.zeros((length, len(columns), one.taps.shape[2]), one.taps.dtype)
         states[: len(one.taps)] = one.taps[:, columns]
-        out.append(_tables(config, new, width, head, target_params, states, tokens, one.start - 1))
-    return out
+        yield one, states, tokens
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

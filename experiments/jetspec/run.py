@@ -15,10 +15,6 @@ import itertools
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.cells import Cells
@@ -31,7 +27,7 @@ from experiments.jetspec.acceptance import (
     replay_tables,
     tau,
 )
-from experiments.lanes import speed_lines, time_lanes
+from experiments.lanes import draw_acceptance, speed_lines, time_lanes
 from jspec.benches import load_bench
 from jspec.checkpoint import load_head
 from jspec.device import keep_compilations, weights_dtype
@@ -201,7 +197,12 @@ def report(cells):
     lines += speed_lines(cells, SPEED_BUDGETS, BENCHES)
     lines += ["![Acceptance length against budget](acceptance.svg)", ""]
     (HERE / "README.md").write_text("\n".join(lines))
-    draw(cells, kinds, cell)
+    curves = {bench: {} for bench in BENCHES}
+    for kind, bench in itertools.product(kinds, BENCHES):
+        if one := cell("0", kind, bench):
+            name = f"{kind[0]} {kind[1] or ''}"
+            curves[bench].setdefault(name, []).append((kind[2], tau(one)))
+    draw_acceptance(curves, BUDGETS, HERE / "acceptance.svg")
 
 
 def against(kinds, cell):
@@ -237,26 +238,6 @@ def difference(ours, theirs, draws=2000):
     [middle] = mean(ours, everyone) - mean(theirs, everyone)
     low, high = np.quantile(mean(ours, picks) - mean(theirs, picks), (0.025, 0.975))
     return f"{middle:+.3f} [{low:+.3f}, {high:+.3f}]"
-
-
-def draw(cells, kinds, cell):
-    figure, axes = plt.subplots(1, len(BENCHES), figsize=(13, 3.4), sharey=True)
-    for axis, bench in zip(axes, BENCHES, strict=True):
-        for name in dict.fromkeys(kind[:2] for kind in kinds):
-            points = sorted(
-                (kind[2], tau(one))
-                for kind in kinds
-                if kind[:2] == name and (one := cell("0", kind, bench))
-            )
-            axis.plot(*zip(*points), marker=".", label=f"{name[0]} {name[1] or ''}")
-        axis.set(title=bench, xscale="log", xlabel="budget (rows verified)")
-        axis.set_xticks(BUDGETS, BUDGETS)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("acceptance length, temperature 0")
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(HERE / "acceptance.svg", metadata={"Date": None})
 
 
 def main():

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from experiments.jetspec.acceptance import CHUNK
+from experiments.jetspec.acceptance import CHUNK, padded
 from jspec.heads.config import HeadConfig
 from jspec.heads.correction import taught_inputs
 from jspec.heads.parallel import block_hidden, draft_logits
@@ -45,18 +45,10 @@ def offpath(
       taps: see there.
       new: new tokens of a recording, at most: roots.
     """
-    columns = [taps.index(tap) for tap in config.taps]
-    length = -(-max(len(one.tokens) for one in recordings) // 128) * 128
-    total = 0
-    for one in recordings:
-        tokens = np.zeros(length, np.int32)
-        tokens[: len(one.tokens)] = one.tokens
-        states = np.zeros((length, len(columns), one.taps.shape[2]), one.taps.dtype)
-        states[: len(one.taps)] = one.taps[:, columns]
-        # Of a root, and of a token to be judged: the last that was recorded before the text ended.
-        total += np.asarray(
-            _count(config, new, head, target_params, states, tokens, one.start - 1, one.end)
-        )
+    total = sum(
+        np.asarray(_count(config, new, head, target_params, states, tokens, one.start - 1, one.end))
+        for one, states, tokens in padded(config, recordings, taps)
+    )
     kinds = KINDS if config.correction else KINDS[:2]
     return {kind: total[i].T.tolist() for i, kind in enumerate(kinds)}
 

@@ -1,18 +1,15 @@
 """Tables and figure of experiments/paths, from its cells."""
 
+import itertools
 import statistics
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.cells import Cells
 from experiments.jetspec.acceptance import tau
 from experiments.jetspec.run import BENCHES, BUDGETS, NEW, PROMPTS, SAMPLINGS, SPEED_BUDGETS
-from experiments.lanes import speed_lines
+from experiments.lanes import draw_acceptance, speed_lines
 from jspec.report import markdown_table, ratio_interval
 
 QUALITY = ("humaneval", "gsm8k", "mtbench")  # what a head is judged by
@@ -40,7 +37,11 @@ def write_report(cells: Cells, folder: Path) -> None:
     lines += speed_lines(cells, SPEED_BUDGETS, BENCHES)
     lines += ["![Acceptance length against budget](paths.svg)", ""]
     (folder / "README.md").write_text("\n".join(lines))
-    draw(found, folder)
+    curves = {bench: {} for bench in BENCHES}
+    for kind, bench in itertools.product(found.kinds, BENCHES):
+        if one := found.cell("0", kind, bench):
+            curves[bench].setdefault(" ".join(kind[:2]), []).append((kind[2], tau(one)))
+    draw_acceptance(curves, BUDGETS, folder / "paths.svg")
 
 
 class Found:
@@ -146,25 +147,3 @@ def level_lines(cells):
         note = f"{these[0]['machine']}. Batch 1, medians; a step of ar takes {1e3 * step:.1f} ms."
         lines += [f"## What drafting costs, {dtype}", "", note, "", markdown_table(header, rows)]
     return lines
-
-
-def draw(found, folder):
-    figure, axes = plt.subplots(1, len(BENCHES), figsize=(13, 3.4), sharey=True)
-    for axis, bench in zip(axes, BENCHES, strict=True):
-        for name in dict.fromkeys(kind[:2] for kind in found.kinds):
-            points = sorted(
-                (kind[2], tau(one))
-                for kind in found.kinds
-                if kind[:2] == name and (one := found.cell("0", kind, bench))
-            )
-            if points:
-                axis.plot(*zip(*points, strict=True), marker=".", label=" ".join(name))
-        axis.set(title=bench, xscale="log", xlabel="budget (rows verified)")
-        axis.set_xticks(BUDGETS, BUDGETS)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("acceptance length, temperature 0")
-    axes[0].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(folder / "paths.svg", metadata={"Date": None})
-    plt.close(figure)

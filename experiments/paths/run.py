@@ -50,7 +50,7 @@ FACTORIES = {
 TABLED = {"dflash": "chain", "jetspec": "jetspec", "ddtree": "exact"}  # replayed from tables
 DRAFTS = {"dflash": ("dflash",), "jetspec": ("jetspec", "ddtree"), "eagle3": ("eagle3",)}
 CORRECTED = ("domino", "dartree", "dartree_fixed")
-LEVELS_BUDGET, TURNS = 64, 30
+TURNS = 30
 
 
 class Lane(NamedTuple):
