@@ -19,9 +19,12 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+from jspec.cost.table import make_cost
 from jspec.decode import generate
 from jspec.files import put
 from jspec.heads.config import Correction, config_for, spread_taps
+from jspec.heads.eagle import init_head as init_eagle
+from jspec.heads.eagle_config import eagle_config_for
 from jspec.heads.parallel import init_head
 from jspec.method import MAX_BUDGET, Method
 from jspec.methods import (
@@ -30,8 +33,11 @@ from jspec.methods import (
     ddtree,
     dflash,
     domino,
+    eagle3,
+    graft,
     jetspec,
     prompt_lookup,
+    smart,
     token_recycling,
 )
 from jspec.models.config import ModelConfig
@@ -89,6 +95,8 @@ TARGETS = {  # as their config.json files have them
 
 
 def _headed(make, causal, correction=None):
+    """A method of a parallel head."""
+
     def drafter(config, budget):
         taps = spread_taps(config.num_layers, min(5, config.num_layers - 3))
         mask = config.vocab_size - 1
@@ -106,6 +114,23 @@ def _headed(make, causal, correction=None):
     return drafter
 
 
+def _eagle3(config, budget):
+    head = eagle_config_for(config, draft_vocab_size=min(32000, config.vocab_size))
+    shapes = jax.eval_shape(lambda: init_eagle(head, jax.random.key(0), jnp.bfloat16))
+    ids = jax.ShapeDtypeStruct((head.draft_vocab_size,), jnp.int32)
+    return eagle3(head, budget), {"head": {**shapes, "draft_ids": ids}}
+
+
+def _graft(config, budget):
+    method, params = METHODS["eagle3"](config, budget)
+    return graft(method, retrieve="both"), params
+
+
+def _smart(config, budget):
+    method, params = METHODS["ddtree"](config, budget)
+    return smart(method), params
+
+
 Drafter = Callable[[ModelConfig, int], tuple[Method, dict[str, Any]]]
 """From a target and a budget to the method, and the shapes of what it has in ``params``."""
 
@@ -118,6 +143,9 @@ METHODS: dict[str, Drafter] = {
     "ddtree": _headed(ddtree, True),
     "domino": _headed(domino, False, Correction(1024, 256)),
     "dartree": _headed(dartree, False, Correction(1024, 256)),
+    "eagle3": _eagle3,
+    "graft": _graft,
+    "smart": _smart,
 }
 
 
@@ -174,6 +202,9 @@ def plan_and_shapes(cell: dict[str, Any]) -> tuple[Plan, dict[str, Any], Any]:
     method, extra = METHODS[cell["method"]](config, budget)
     buckets = tuple(b for b in (1, 16, 64, 256, 1024) if b <= max(1, budget * cell["batch"]))
     plan = Plan(config, method, buckets=buckets)
+    if cell["method"] == "smart":
+        rows = plan.row_buckets(cell["batch"])
+        extra["cost"] = jax.eval_shape(lambda: make_cost(rows, rows))
     shapes = param_shapes(config, jnp.bfloat16)
     params = {"target": jax.eval_shape(lambda p: fuse(config, p), shapes), **extra}
     state = jax.eval_shape(

@@ -39,7 +39,7 @@ class Absent:
 
 @pytest.fixture
 def tiny(monkeypatch, tiny_model):
-    config, _ = tiny_model(num_layers=4, head_dim=64, vocab_size=512)
+    config, _ = tiny_model(num_layers=5, head_dim=64, vocab_size=512)
     assert isinstance(config, ModelConfig)
     monkeypatch.setitem(TARGETS, "tiny", config)
     return config
@@ -52,10 +52,13 @@ def test_a_whole_generation_is_traced_and_lowered_with_the_kernel(tiny, method):
     with tracing_for(Absent):
         plan, params, state = plan_and_shapes({**CELL, "method": method, "budget": budget})
         assert state.cache.keys[0].dtype == jnp.bfloat16
-        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+        weights = jax.tree.leaves((params["target"], params.get("head")))
+        assert {x.dtype for x in weights if x.dtype != jnp.int32} == {jnp.dtype("bfloat16")}
         lowered = aot.generate.trace(plan, params, state).lower(lowering_platforms=("tpu",))
     text = lowered.as_text()
-    calls = tiny.num_layers * len(plan.row_buckets(2)) + ("head" in params)
+    passes = 2 if "eagle3" in plan.method.name else 1  # EAGLE's first level is a program of its own
+    of_head = passes if "head" in params else 0
+    calls = tiny.num_layers * len(plan.row_buckets(2)) + of_head
     assert len(re.findall(r"call @_attend\w*\(", text)) == calls
     assert "tpu_custom_call" in text
 
@@ -75,7 +78,7 @@ def test_it_compiles(tiny, kind):
     row = compile_cell({**CELL, "kind": kind})
     assert row["problem"] is None
     assert row["temporaries"] >= 0
-    assert row["cache"] == 2 * 4 * 2 * tiny.num_kv_heads * 256 * 64 * 2
+    assert row["cache"] == 2 * tiny.num_layers * 2 * tiny.num_kv_heads * 256 * 64 * 2
 
 
 def row(kind, budget, problem=None):
