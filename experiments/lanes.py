@@ -30,6 +30,8 @@ def time_lanes(
 ) -> None:
     """Adds a cell a prompt: each lane's median seconds a token, and whether its text is that of the lane ``AR``.
 
+    What a lane's method remembers of a prompt it has for the next one (not where a run was started again).
+
     Args:
       target: whose tokenizer reads the prompts.
       lanes: plans and what their steps take; ``AR`` among them.
@@ -37,7 +39,7 @@ def time_lanes(
       keys: of the cells, beside bench and prompt.
       benches: whose first prompts are decoded.
     """
-    warm = False
+    warm, memory = False, {}
     for bench in benches:
         for number, prompt in enumerate(load_bench(bench, PROMPTS)):
             mine = {"part": "speed", "bench": bench, "prompt": number} | keys
@@ -45,15 +47,16 @@ def time_lanes(
                 continue
             ids = prompt.encode(target.tokenizer)
             seconds = {lane: [] for lane in lanes}
-            texts = {}
+            texts, learned = {}, {}
             for repeat in range(0 if warm else -1, REPEATS):  # -1 warms up
                 for lane, (plan, given) in lanes.items():
                     options = {"max_new_tokens": NEW, "capacity": CAPACITY}
+                    options["memory"] = memory.get(lane)
                     [one], run = decode_all(plan, given, [ids], **options)
-                    texts[lane] = one.tokens
+                    texts[lane], learned[lane] = one.tokens, run.memory()
                     if repeat >= 0:
                         seconds[lane].append(run.decode_seconds / len(one.tokens))
-            warm = True
+            warm, memory = True, learned
             medians = [
                 [*lane, statistics.median(times), texts[lane] == texts[AR]]
                 for lane, times in seconds.items()
@@ -82,17 +85,18 @@ def speed_lines(cells: Cells, dtypes: Iterable[str], benches: Sequence[str]) -> 
             "",
             f"{', '.join(dict.fromkeys(row['machine'] for row in found))}.",
             f"Greedy, batch 1, {NEW} new tokens, decoding only: each prompt's median of {REPEATS} alternating",
-            f"runs; medians over {PROMPTS} prompts of a bench. Below 1 a method loses time.",
+            f"runs; medians over {PROMPTS} prompts of a bench, and their geometric mean. Below 1 a method loses time.",
             f"{sum(same)} of {len(same)} texts equal ar's of the same dtype.",
             "",
         ]
 
         def medians(by):
-            return [statistics.median(by.get(bench, [float("nan")])) for bench in benches]
+            found = [statistics.median(by.get(bench, [float("nan")])) for bench in benches]
+            return [*found, statistics.geometric_mean(found)]
 
         rows = [["ar, tokens/s", 1, *medians(plain)]]
         rows += [[*name, *medians(by)] for name, by in table.items()]
-        lines += [markdown_table(["head and tree", "budget", *benches], rows)]
+        lines += [markdown_table(["head and tree", "budget", *benches, "mean"], rows)]
     return lines
 
 

@@ -135,7 +135,8 @@ class Drafting:
     )
     dtype: Annotated[Dtype, "of weights and cache; auto: fp32 on a CPU, else bf16"] = "auto"
     method: Annotated[
-        str | None, "who drafts; default: ddtree if there is a head for it, else prompt_lookup"
+        str | None,
+        "who drafts, as python -m jspec.run takes it; default: what suits the head, without one prompt_lookup",
     ] = None
     head: Annotated[str | None, "a shipped draft head's name or a head's directory"] = None
     budget: Annotated[int | None, "most nodes of a tree, root included"] = None
