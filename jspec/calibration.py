@@ -1,7 +1,8 @@
 """What a drafter's probabilities are worth: of the edges that the target was asked about, how many it took.
 
 An edge is known to be right or wrong where its parent stands in the target's text; of the others it says nothing.
-Counts are kept by the edge's depth and by the drafter's probability of it, on the device. The probabilities are a few
+Counts are kept by who proposed the edge's lower node, by its depth and by the probability that it was given, on the
+device: a head and a match in earlier text are not equally right where they say the same. The probabilities are a few
 knots, between which an edge is counted and read with the same weights: counted at one knot alone, it would be read half
 by another one that never learns. The idea of a calibrated product along a path is the exact form of what SMART (arXiv
 2604.09731) takes its drafter's probabilities for: for the match rule the expected number of accepted nodes is the sum
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.tree import Tree, reached, take
+from jspec.tree import HEAD, SOURCES, Tree, reached, take
 
 # Probabilities, closer to each other where good drafters' best candidates are.
 KNOTS = (
@@ -42,15 +43,15 @@ _KNOTS = np.asarray(KNOTS, np.float32)
 
 
 class Calibration(NamedTuple):
-    """Edges seen and edges accepted, by depth bin and knot."""
+    """Edges seen and edges accepted, by source, depth bin and knot."""
 
-    tried: Float[Array, "D Q"]
-    hit: Float[Array, "D Q"]
+    tried: Float[Array, "S D Q"]
+    hit: Float[Array, "S D Q"]
 
 
 def no_calibration() -> Calibration:
     """Counts of nothing."""
-    shape = (len(DEPTHS) + 1, len(_KNOTS))
+    shape = (len(SOURCES), len(DEPTHS) + 1, len(_KNOTS))
     return Calibration(jnp.zeros(shape), jnp.zeros(shape))
 
 
@@ -61,13 +62,15 @@ def edge_values(tree: Tree) -> Float[Array, "B N"]:
     return jnp.where(tree.live & (tree.parents >= 0) & (edges > 0), edges, 0.0)
 
 
-def estimates(calibration: Calibration, alpha: float) -> Float[Array, "D Q"]:
-    """The chance of an edge by depth bin and knot, never decreasing with the drafter's probability.
+def estimates(calibration: Calibration, alpha: float) -> Float[Array, "S D Q"]:
+    """The chance of an edge by source, depth bin and knot, never decreasing with the drafter's probability.
 
-    Where little was seen, it is what all depths say; where nothing, ``alpha`` times the drafter's probability.
+    Where little was seen, it is what all depths of the source say; where nothing, ``alpha`` times the drafter's
+    probability.
     """
     tried, hit = calibration
-    pooled = (hit.sum(axis=0) + WEIGHT * alpha * _KNOTS) / (tried.sum(axis=0) + WEIGHT)
+    seen, right = (x.sum(axis=1, keepdims=True) for x in calibration)
+    pooled = (right + WEIGHT * alpha * _KNOTS) / (seen + WEIGHT)
     each = (hit + WEIGHT * pooled) / (tried + WEIGHT)
     return _rising(each, tried + 1e-3)
 
@@ -91,7 +94,10 @@ def depth_bin(depths: Int[Array, "*n"]) -> Int[Array, "*n"]:
 
 
 def calibrated(
-    table: Float[Array, "D Q"], edges: Float[Array, "*n"], depths: Int[Array, "*n"]
+    table: Float[Array, "S D Q"],
+    edges: Float[Array, "*n"],
+    depths: Int[Array, "*n"],
+    source: Int[Array, "*n"] | int = HEAD,
 ) -> Float[Array, "*n"]:
     """The chance of edges: between the estimates at the knots around, 0 where the drafter's probability is 0.
 
@@ -99,10 +105,12 @@ def calibrated(
       table: of ``estimates``.
       edges: the drafter's probabilities.
       depths: of the edges' lower ends.
+      source: likewise, who proposed them.
     """
     low, high, part = _around(edges)
     row = depth_bin(depths)
-    chance = table[row, low] + part * (table[row, high] - table[row, low])
+    under, over = table[source, row, low], table[source, row, high]
+    chance = under + part * (over - under)
     return jnp.clip(chance * jnp.minimum(edges / _KNOTS[0], 1.0), 0.0, 1.0)
 
 
@@ -168,11 +176,13 @@ def learn(
     edges = edge_values(tree)
     known &= (edges > 0) & counted[:, None]
     low, high, part = _around(edges)
-    row = jnp.where(known, depth_bin(tree.depths), calibration.tried.shape[0])  # beyond: dropped
+    source, row = tree.source, depth_bin(tree.depths)
+    row = jnp.where(known, row, calibration.tried.shape[1])  # beyond: dropped
 
     def count(which):
-        empty = jnp.zeros_like(calibration.tried).at[row, low].add(which * (1 - part), mode="drop")
-        return empty.at[row, high].add(which * part, mode="drop")
+        empty = jnp.zeros_like(calibration.tried)
+        counts = empty.at[source, row, low].add(which * (1 - part), mode="drop")
+        return counts.at[source, row, high].add(which * part, mode="drop")
 
     tried = calibration.tried + count(known)
     hit = calibration.hit + count(known & stands)

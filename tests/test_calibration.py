@@ -20,7 +20,7 @@ from jspec.calibration import (
     no_calibration,
     standing,
 )
-from jspec.tree import Tree
+from jspec.tree import HEAD, RETRIEVED, Tree
 from tests.oracles import arrays_of, random_rows, rows_of
 
 
@@ -50,13 +50,13 @@ def shares(value):
 
 
 def counted_by_hand(tree, paths, counted):
-    tried, hit = np.zeros((2, len(DEPTHS) + 1, len(KNOTS)))
+    tried, hit = np.zeros((2, *no_calibration().tried.shape))
     for nodes, path, use in zip(rows_of(tree), paths, counted):
         for i, node in enumerate(nodes):
             if use and i and node[1] in path:
                 depth, share = sum(node[2] >= d for d in DEPTHS), shares(edge(nodes, i))
-                tried[depth] += share
-                hit[depth] += share * (i in path)
+                tried[node[4], depth] += share
+                hit[node[4], depth] += share * (i in path)
     return tried, hit
 
 
@@ -83,13 +83,18 @@ def test_counts_are_exact(seed):
 
 @pytest.mark.parametrize("value", [0.004, 0.02, 0.1, 0.5, 0.61, 0.9, 0.95, 0.99, 1.0])
 @pytest.mark.parametrize("hit", [False, True])
-def test_what_always_happens_is_read_so_wherever_an_edge_lies(value, hit):
-    nodes = [(1, -1, 0, 0.0, 0), (2, 0, 1, float(np.log(value)), 0)]
+@pytest.mark.parametrize("source", [HEAD, RETRIEVED])
+def test_what_always_happens_is_read_so_wherever_an_edge_lies(value, hit, source):
+    nodes = [(1, -1, 0, 0.0, 0), (2, 0, 1, float(np.log(value)), source)]
     tree = Tree(**{k: jnp.asarray(v) for k, v in arrays_of([nodes], 2).items()})
     state, step, one = no_calibration(), jax.jit(learn), jnp.asarray([1])
     for _ in range(60):
         state = step(state, tree, jnp.asarray([[2 if hit else 3]]), one, one > 0)
-    read = calibrated(estimates(state, 0.8), jnp.asarray([value]), jnp.asarray([1]))
+    table, edge = estimates(state, 0.8), (jnp.asarray([value]), jnp.asarray([1]))
+    read, other = (calibrated(table, *edge, jnp.asarray([x])) for x in (source, 1 - source))
+    np.testing.assert_array_equal(
+        other, calibrated(estimates(no_calibration(), 0.8), *edge)
+    )  # nothing was said of it
     bound = min(1, value / KNOTS[0])  # below the first knot a reading falls off to 0
     assert (read[0] > 0.9 * bound) if hit else (read[0] < 0.05), read
 
@@ -151,18 +156,23 @@ def isotonic(values, weights):
 @pytest.mark.parametrize("seed", range(4))
 def test_estimates_are_the_isotonic_regression_of_shrunk_rates(seed):
     rng = np.random.default_rng(seed)
-    tried = rng.integers(0, 40, no_calibration().tried.shape) * rng.integers(0, 2, (6, 15))
+    shape = no_calibration().tried.shape
+    tried = rng.integers(0, 40, shape) * rng.integers(0, 2, shape)
     hit = rng.binomial(tried, rng.random(tried.shape))
     prior = 0.8 * np.asarray(KNOTS)
-    pooled = (hit.sum(0) + WEIGHT * prior) / (tried.sum(0) + WEIGHT)
+    seen, right = (x.sum(axis=1, keepdims=True) for x in (tried, hit))
+    pooled = (right + WEIGHT * prior) / (seen + WEIGHT)
     each = (hit + WEIGHT * pooled) / (tried + WEIGHT)
-    want = [isotonic(row, weight + 1e-3) for row, weight in zip(each, tried)]
+    want = [
+        [isotonic(row, weight + 1e-3) for row, weight in zip(*both)] for both in zip(each, tried)
+    ]
     counts = Calibration(jnp.asarray(tried, jnp.float32), jnp.asarray(hit, jnp.float32))
     got = estimates(counts, 0.8)
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-4)
     edges = jnp.sort(jnp.asarray(rng.random(500), jnp.float32))
     for depth in (1, 3, 20):
-        line = np.asarray(calibrated(got, edges, jnp.full(edges.shape, depth)))
+        where = jnp.full(edges.shape, depth), jnp.full(edges.shape, seed % 2)
+        line = np.asarray(calibrated(got, edges, *where))
         assert (np.diff(line) >= -1e-6).all() and line[0] >= 0 and line[-1] <= 1
 
 

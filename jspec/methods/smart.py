@@ -197,7 +197,8 @@ def _smart(method, rule, alpha, benefit, rest, room):
         passes = jnp.asarray(proposal.passes, jnp.int32)
         drafted = draft_seconds(cost, passes) + cost.fixed
         edges = edge_values(tree)
-        worth = along_paths(tree, chance(edges, jnp.maximum(tree.depths, 1)), needs.depth)
+        edge_worth = chance(edges, jnp.maximum(tree.depths, 1), tree.source)
+        worth = along_paths(tree, edge_worth, needs.depth)
         worth = jnp.where(tree.parents >= 0, worth, 0.0)
         rate = few * jnp.maximum(ledger.pace, 1.0) / plain  # what the same seconds yield elsewhere
         keep = choose_bucket(worth, active, cost.rows, cost.verify + drafted, rate).keep
