@@ -20,7 +20,7 @@ from jspec.verification import run_rows
 
 
 class Chip(NamedTuple):
-    """Published peaks of one chip (cloud.google.com/tpu/docs)."""
+    """Published peaks of one device: of a chip, but of TPU7x, a chip of two (cloud.google.com/tpu/docs)."""
 
     flops: float  # a second, in bf16
     bandwidth: float  # bytes a second, of its memory
@@ -31,6 +31,7 @@ CHIPS = {
     "v5e": Chip(197e12, 819e9),
     "v5p": Chip(459e12, 2765e9),
     "v6e": Chip(918e12, 1640e9),
+    "tpu7x": Chip(2307e12 / 2, 7380e9 / 2),
 }
 REACHED = 0.7  # of a peak: assumed, not measured
 START = 2e-5  # seconds of a pass that are neither: assumed too
@@ -43,7 +44,7 @@ def estimate_profile(plan: Plan, params: Params, setting: Setting, kind: str) ->
       plan: its method is one of ``smart``.
       params: the weights, in the dtype that the TPU would hold; "cost" must be there, and is not read.
       setting: of the decode; its device becomes the TPU.
-      kind: "v4", "v5e", "v5p" or "v6e".
+      kind: one of ``CHIPS``.
 
     Raises:
       ValueError: no such kind, or a method that is not one of ``smart``.

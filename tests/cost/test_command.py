@@ -79,7 +79,7 @@ WRONG = {
     "--capacity must be 32 or above, got 3": ["--capacity", "3"],
     "--seconds must be in 0..3600": ["--seconds", "-1"],
     "--figure must end in .svg or .png, got a.pdf": ["--figure", "a.pdf"],
-    "--estimate must be one of v4, v5e, v5p, v6e": ["--estimate", "v3"],
+    "--estimate must be one of v4, v5e, v5p, v6e, tpu7x": ["--estimate", "v3"],
     "cannot write no/such/a.svg": ["--figure", "no/such/a.svg"],
     "no method 'best'": ["--method", "best"],
     "has nothing to choose with a budget of 1": ["--method", "ar"],

@@ -56,7 +56,7 @@ def test_what_it_refuses(tiny):
     config, params = tiny
     plan = Plan(config, ar())
     setting = setting_of(plan, params, "t", None, 1, 256)
-    with pytest.raises(ValueError, match="kind must be one of v4, v5e, v5p, v6e, got 'v9'"):
+    with pytest.raises(ValueError, match="kind must be one of v4, v5e, v5p, v6e, tpu7x, got 'v9'"):
         estimate_profile(plan, params, setting, "v9")
     with pytest.raises(ValueError, match="method must be one of smart, got ar"):
         estimate_profile(plan, params, setting, "v4")
