@@ -1,12 +1,14 @@
 """Training speed of the shipped heads' config against the arithmetic limit of the machine.
 
-    python -m experiments.training.run      # a quiet machine, about five minutes
+    python -m experiments.training.run      # a quiet machine, about ten minutes
 
-A process for each dtype and number of cores. In it steps on synthetic text and matrix products take turns; medians of
+A process for each dtype, number of cores and number of texts in a step: the config's, and four times as many, over
+which the optimiser's time is shared. In it steps on synthetic text and matrix products take turns; medians of
 the steps, the best of the products. Writes ``README.md``.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -37,6 +39,7 @@ from jspec.train.text import Library, Written
 HERE = Path(__file__).parent
 CONFIG = HERE.parents[1] / "configs" / "train" / "smollm2-jetspec.yaml"
 CORES = (1, 2)
+MORE = 4  # times the config's texts
 WANTED = 40  # per cent of the limit
 
 
@@ -88,16 +91,21 @@ def synthetic_texts(folder, vocab, taps, hidden, width, shortest, count=32):
     return read_texts(library.folder)
 
 
+def with_texts(config, more):
+    return dataclasses.replace(config, texts=more * config.texts)
+
+
 def timed(run, *args):
     start = time.perf_counter()
     out = jax.block_until_ready(run(*args))
     return out, time.perf_counter() - start
 
 
-def measure(dtype, turns, steps):
-    """What one process finds."""
+def measure(dtype, turns, steps, more):
+    """What one process finds, with so many times the config's texts in a step."""
     keep_compilations()
     options, _ = parse(["--config", str(CONFIG)])
+    options = dataclasses.replace(options, batch=with_texts(options.batch, more))
     target = load_target(options.target, DTYPES[dtype])
     head, taps = head_config(options, target), library_taps(options, target)
     vocab, config = head.draft_vocab_size, options.batch
@@ -162,35 +170,48 @@ def measure(dtype, turns, steps):
 
 
 def report(found):
-    """Writes the tables: ``found`` is what each process found, by dtype and number of cores."""
+    """Writes the tables: ``found`` is what each process found, by dtype, cores and multiple of the config's texts."""
     options, _ = parse(["--config", str(CONFIG)])
     config, target = options.batch, load_target(options.target)
     head = head_config(options, target)
-    anchors = config.texts * config.anchors
-    slots = anchors * head.depth
     parts = {width: multiply_adds(config, head, width) for width in config.lengths}
     work = {width: 2e-9 * sum(map(sum, each.values())) for width, each in parts.items()}
     rows = []
-    for (dtype, cores), one in found.items():
-        limit, plain = (max(found[kind, cores]["products"].values()) for kind in (dtype, "fp32"))
+    for (dtype, cores, more), one in found.items():
+        limit, plain = (
+            max(max(found[kind, cores, n]["products"].values()) for n in (1, MORE))
+            for kind in (dtype, "fp32")
+        )
+        anchors = more * config.texts * config.anchors
+        slots, done = anchors * head.depth, {width: more * x for width, x in work.items()}
         for width in config.lengths:
             took = one["widths"][str(width)]
             times = [1000 * took[name] for name in ("step", "loop", "batch")]
-            speeds = [anchors / took["loop"], slots / took["loop"], slots * limit / work[width]]
-            reached = work[width] / took["loop"]
+            speeds = [anchors / took["loop"], slots / took["loop"], slots * limit / done[width]]
+            reached = done[width] / took["loop"]
             shares = [f"{100 * reached / most:.0f} %" for most in (limit, plain)]
-            rows.append([dtype, cores, width, *times, *map(round, [*speeds, reached]), *shares])
+            rows.append(
+                [
+                    dtype,
+                    cores,
+                    more * config.texts,
+                    width,
+                    *times,
+                    *map(round, [*speeds, reached]),
+                    *shares,
+                ]
+            )
     usual = config.lengths[len(config.lengths) // 2]
     total = sum(map(sum, parts[usual].values()))
-    last = found[max(found)]
+    last = found[dtype, cores, 1]
     lines = [
         "# Training speed",
         "",
-        f"A step of `configs/train/smollm2-jetspec.yaml`, {last['device']}: {config.texts} texts,",
-        f"{config.anchors} anchors each, block {head.block_size}, {head.num_layers} layers, {len(head.taps)} taps,"
+        f"A step of `configs/train/smollm2-jetspec.yaml`, {last['device']}: {config.texts} texts or {MORE} times",
+        f"as many, {config.anchors} anchors each, block {head.block_size}, {head.num_layers} layers, {len(head.taps)} taps,"
         f" draft vocabulary {head.draft_vocab_size}.",
-        "Made by `python -m experiments.training.run`: synthetic text, a process for each dtype and number of cores,",
-        "steps and products in turns; medians of the steps, the best of the products.",
+        "Made by `python -m experiments.training.run`: synthetic text, a process for each dtype, number of cores",
+        "and texts, steps and products in turns; medians of the steps, the best of the products.",
         "",
         "## The limit: products, GFLOP/s",
         "",
@@ -198,7 +219,11 @@ def report(found):
         "",
         markdown_table(
             ["dtype", "cores", *last["products"]],
-            [[*name, *map(round, one["products"].values())] for name, one in found.items()],
+            [
+                [dtype, cores, *map(round, one["products"].values())]
+                for (dtype, cores, more), one in found.items()
+                if more == 1
+            ],
         ),
         "## Steps",
         "",
@@ -211,6 +236,7 @@ def report(found):
             [
                 "dtype",
                 "cores",
+                "texts",
                 "text length",
                 "step, ms",
                 "in the loop, ms",
@@ -250,18 +276,22 @@ def main():
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6, help="of each text length in a turn")
     parser.add_argument("--measure", choices=DTYPES, help="only measure, in this process")
+    parser.add_argument("--more", type=int, default=1, help="times the config's texts")
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.measure, args.turns, args.steps)))
+        print(json.dumps(measure(args.measure, args.turns, args.steps, args.more)))
         return
     there = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-m", "experiments.training.run"]
-    command += ["--turns", str(args.turns), "--steps", str(args.steps), "--measure"]
     found = {}
-    for dtype, cores in itertools.product(DTYPES, CORES):
+    for dtype, cores, more in itertools.product(DTYPES, CORES, (1, MORE)):
         os.sched_setaffinity(0, there[:cores])  # the child's too, before it starts JAX
-        done = subprocess.run([*command, dtype], stdout=subprocess.PIPE, check=True, text=True)
-        found[dtype, cores] = json.loads(done.stdout)
+        steps = max(1, args.steps // more)
+        given = ["--turns", args.turns, "--steps", steps, "--more", more, "--measure", dtype]
+        done = subprocess.run(
+            [*command, *map(str, given)], stdout=subprocess.PIPE, check=True, text=True
+        )
+        found[dtype, cores, more] = json.loads(done.stdout)
     report(found)
 
 
