@@ -208,8 +208,8 @@ def report(found):
         "# Training speed",
         "",
         f"A step of `configs/train/smollm2-jetspec.yaml`, {last['device']}: {config.texts} texts or {MORE} times",
-        f"as many, {config.anchors} anchors each, block {head.block_size}, {head.num_layers} layers, {len(head.taps)} taps,"
-        f" draft vocabulary {head.draft_vocab_size}.",
+        f"as many, {config.anchors} anchors each, block {head.block_size}, {head.num_layers} layers, "
+        f"{len(head.taps)} taps, draft vocabulary {head.draft_vocab_size}.",
         "Made by `python -m experiments.training.run`: synthetic text, a process for each dtype, number of cores",
         "and texts, steps and products in turns; medians of the steps, the best of the products.",
         "",
