@@ -146,7 +146,9 @@ def report(cells):
     ]
     if (HERE / "ABLATIONS.md").exists():
         lines += ["What a head's training changes: [ABLATIONS.md](ABLATIONS.md).", ""]
-    kinds = list(dict.fromkeys((row["head"], row["tree"], row["budget"]) for row in found))
+    lanes = list(dict.fromkeys((row["head"], row["tree"]) for row in found))
+    kinds = {(row["head"], row["tree"], row["budget"]) for row in found}
+    kinds = sorted(kinds, key=lambda kind: (lanes.index(kind[:2]), kind[2]))
     by_key = {(r["T"], r["head"], r["tree"], r["budget"], r["bench"]): r for r in found}
 
     def cell(temperature, kind, bench):
