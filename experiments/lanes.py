@@ -123,6 +123,11 @@ def draw_acceptance(
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("acceptance length, temperature 0")
     panels[0].legend(fontsize=7)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes an SVG that is the same for the same figure."""
     figure.tight_layout()
     with matplotlib.rc_context({"svg.hashsalt": "jspec"}):
         figure.savefig(path, metadata={"Date": None})

@@ -205,12 +205,23 @@ def plan_and_shapes(cell: dict[str, Any]) -> tuple[Plan, dict[str, Any], Any]:
     if cell["method"] == "smart":
         rows = plan.row_buckets(cell["batch"])
         extra["cost"] = jax.eval_shape(lambda: make_cost(rows, rows))
-    shapes = param_shapes(config, jnp.bfloat16)
-    params = {"target": jax.eval_shape(lambda p: fuse(config, p), shapes), **extra}
-    state = jax.eval_shape(
-        lambda p: new_state(plan, p, cell["batch"], cell["capacity"], jax.random.key(0)), params
-    )
-    return plan, params, state
+    return plan, *step_shapes(plan, extra, cell["batch"], cell["capacity"])
+
+
+def step_shapes(
+    plan: Plan, extra: dict[str, Any], batch: int, capacity: int
+) -> tuple[dict[str, Any], Any]:
+    """The shapes of params, in bf16 and with what a method has there beside the target, and of a state."""
+    shapes = param_shapes(plan.config, jnp.bfloat16)
+    params = {"target": jax.eval_shape(lambda p: fuse(plan.config, p), shapes), **extra}
+    key = jax.random.key(0)
+    return params, jax.eval_shape(lambda p: new_state(plan, p, batch, capacity, key), params)
+
+
+def placed(shapes: Any, device: Any) -> Any:
+    """The shapes, said to lie on a device."""
+    where = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
 def tracing_for(device: Any):
@@ -230,14 +241,12 @@ def compile_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """
     chip = KINDS[cell["kind"]]
     device = tpu_devices(chip.topology)[0]
-    where = SingleDeviceSharding(device)
     with tracing_for(device):
         plan, params, state = plan_and_shapes(cell)
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), (params, state)
-        )
         start = time.perf_counter()
-        lowered = generate.trace(plan, *placed).lower(lowering_platforms=("tpu",))
+        lowered = generate.trace(plan, *placed((params, state), device)).lower(
+            lowering_platforms=("tpu",)
+        )
     parts = {
         "weights": _bytes(params["target"]),
         "head": _bytes(params.get("head", ())),

@@ -4,15 +4,16 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from experiments.cells import Cells
+from experiments.lanes import save_figure
 from jspec.aot import TARGETS
 from jspec.cost.estimate import CHIPS, Chip
 from jspec.report import markdown_table
 
 H100 = Chip(989e12, 3350e9)  # SXM, dense bf16 (NVIDIA's data sheet)
+CAPACITY = 1024  # rows of the cache; all are read
 MASKED = (16, 64, 256)
 CONTEXT = 4096
 
@@ -29,8 +30,8 @@ def write_report(cells: Cells, folder: Path) -> None:
         "# Where a round of verification turns from memory to arithmetic: estimates",
         "",
         "No device was used. Counts are of the compiled round of prompt lookup (verify, accept, commit), one prompt,",
-        "bf16, 1024 cache rows, attention by XLA, as the TPU's own compiler counts them for 2 and 4 layers, taken",
-        "further to all layers. For the H100 they are arithmetic: two operations a weight and row, and all weights",
+        f"bf16, {CAPACITY} cache rows, attention by XLA, as the TPU's own compiler counts them for 2 and 4 layers,",
+        "taken further to all layers. For the H100 they are arithmetic: two operations a weight and row, and all weights",
         "and the cache read once. Divided by the published peaks, none of which a real round reaches, they say when",
         "operations take longer than bytes: up to there a row more is nearly free.",
         "",
@@ -68,8 +69,8 @@ def by_arithmetic(target, budgets):
     features = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * features[0] + 2 * features[1] + 3 * config.ffn_size)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
-    cache = 2 * config.num_layers * 1024 * features[1]
-    attention = 4 * config.num_layers * 1024 * features[0]
+    cache = 2 * config.num_layers * CAPACITY * features[1]
+    attention = 4 * config.num_layers * CAPACITY * features[0]
     return {n: (n * (2 * weights + attention), 2.0 * (weights + cache)) for n in budgets}
 
 
@@ -128,6 +129,4 @@ def draw(counts, path):
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("time over that of one row (estimate)")
     panels[0].legend(fontsize=7)
-    figure.tight_layout()
-    with matplotlib.rc_context({"svg.hashsalt": "jspec"}):
-        figure.savefig(path, metadata={"Date": None})
+    save_figure(figure, path)

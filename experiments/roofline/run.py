@@ -13,40 +13,28 @@ import dataclasses
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from experiments.cells import Cells
-from experiments.roofline.report import write_report
-from jspec.aot import KINDS, TARGETS, tpu_devices, tracing_for
+from experiments.roofline.report import CAPACITY, write_report
+from jspec.aot import KINDS, TARGETS, placed, step_shapes, tpu_devices, tracing_for
 from jspec.decode import decode_round
 from jspec.methods import ar, prompt_lookup
-from jspec.models.params import param_shapes
-from jspec.models.transformer import fuse
-from jspec.state import Plan, new_state
+from jspec.state import Plan
 
 HERE = Path(__file__).parent
 BUDGETS = tuple(1 << i for i in range(9))
 LAYERS = (2, 4)  # that are compiled
-CAPACITY = 1024  # rows of the cache; all are read
 
 
 def count_round(kind, config, budget):
     """Operations and bytes of a compiled round, as XLA's cost analysis has them, in bf16 and with one prompt."""
     device = tpu_devices(KINDS[kind].topology)[0]
-    where = SingleDeviceSharding(device)
     method = ar() if budget == 1 else prompt_lookup(budget)
     plan = Plan(config, method, buckets=(), attention="xla")  # a kernel's insides are not counted
     with tracing_for(device):
-        shapes = param_shapes(config, jnp.bfloat16)
-        params = {"target": jax.eval_shape(lambda p: fuse(config, p), shapes)}
-        key = jax.random.key(0)
-        state = jax.eval_shape(lambda p: new_state(plan, p, 1, CAPACITY, key), params)
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), (params, state)
-        )
+        shapes = placed(step_shapes(plan, {}, 1, CAPACITY), device)
         step = jax.jit(decode_round, static_argnums=0, donate_argnums=2)
-        lowered = step.trace(plan, *placed).lower(lowering_platforms=("tpu",))
+        lowered = step.trace(plan, *shapes).lower(lowering_platforms=("tpu",))
     found = lowered.compile().cost_analysis()
     return found["flops"], found["bytes accessed"]
 

@@ -5,11 +5,11 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.cells import Cells
+from experiments.lanes import save_figure
 from jspec.report import markdown_table, ratio_interval
 
 NOT_RUN = "Not run yet.\n"
@@ -253,6 +253,4 @@ def draw(rows, path):
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("times as fast as ar")
     panels[0].legend(fontsize=8)
-    figure.tight_layout()
-    with matplotlib.rc_context({"svg.hashsalt": "jspec"}):
-        figure.savefig(path, metadata={"Date": None})
+    save_figure(figure, path)

@@ -209,7 +209,7 @@ def _kernel(
             plgpu.barrier_wait(barrier.at[slot])
 
             def scores(s):
-                plgpu.wgmma(s, q_smem, plgpu.transpose_ref(k_smem.at[slot], (1, 0)))
+                plgpu.wgmma(s, q_smem, k_smem.at[slot].transpose((1, 0)))
                 return s[...]
 
             s = pl.run_scoped(scores, plgpu.ACC((_ROWS, _BLOCK), jnp.float32))
