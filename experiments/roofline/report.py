@@ -31,9 +31,9 @@ def write_report(cells: Cells, folder: Path) -> None:
         "",
         "No device was used. Counts are of the compiled round of prompt lookup (verify, accept, commit), one prompt,",
         f"bf16, {CAPACITY} cache rows, attention by XLA, as the TPU's own compiler counts them for 2 and 4 layers,",
-        "taken further to all layers. For the H100 they are arithmetic: two operations a weight and row, and all weights",
-        "and the cache read once. Divided by the published peaks, none of which a real round reaches, they say when",
-        "operations take longer than bytes: up to there a row more is nearly free.",
+        "taken further to all layers. For the H100 they are arithmetic: two operations a weight and row, and all",
+        "weights and the cache read once. Divided by the published peaks, none of which a real round reaches, they",
+        "say when operations take longer than bytes: up to there a row more is nearly free.",
         "",
         markdown_table(
             [
